@@ -13,8 +13,9 @@
 # limitations under the License.
 """Boundary operators: what happens to the state h after every pass of the core.
 
-An operator sits between passes and between the last pass and the coda; there is none before the first pass, whose input
-is the prelude output e itself. One small class each, chosen by `config.boundary_operator`. Shapes: h and e are (B, T, C).
+An operator sits between passes and between the last pass and the coda; there is none before the first pass, whose
+input is the prelude output e itself. One small class each, chosen by `config.boundary_operator`. Shapes: h and e are
+(B, T, C): batch, tokens, hidden_size.
 """
 
 import torch

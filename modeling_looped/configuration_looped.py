@@ -23,7 +23,6 @@ from transformers.modeling_rope_utils import RopeParameters
 from transformers.utils import auto_docstring
 from transformers.utils.type_validators import interval
 
-
 # Setting one of these after construction changes how many blocks a forward executes.
 SECTION_FIELDS = ("num_prelude_blocks", "num_core_blocks", "num_coda_blocks", "num_loops", "num_stored_cores")
 

@@ -14,8 +14,8 @@
 """Looped causal language models: prelude, core x num_loops with a boundary operator after every pass, coda.
 
 Read in transformers' order: norm, rotary embedding, MLP, attention, block, base model, causal LM. A comment marks each
-place that differs from a plain decoder. Longer than 500 lines because a checkpoint on the Hub carries its model as one
-file. Shapes: B batch, T tokens, C hidden_size, H heads, D head_dim, V vocabulary.
+place that differs from a plain decoder. Over 500 lines because a checkpoint carries its model as one readable file.
+Shapes: B batch, T tokens, C hidden_size, H heads, D head_dim, V vocabulary.
 """
 
 import copy
@@ -48,6 +48,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .boundary import BoundaryOperator, make_boundary_operator
 from .configuration_looped import LoopedConfig
+from .linear_cross_entropy import linear_causal_lm_loss
 
 
 class LoopedRMSNorm(nn.Module):
@@ -56,6 +57,7 @@ class LoopedRMSNorm(nn.Module):
     def __init__(self, size: int, config: LoopedConfig):
         super().__init__()
         self.size = size
+        # CODEPATH: a gain in converted dense checkpoints, none in the paper's
         self.weight = nn.Parameter(torch.ones(size)) if config.norm_affine else None
         self.eps = config.rms_norm_eps
 
@@ -97,7 +99,8 @@ class LoopedRotaryEmbedding(nn.Module):
         emb = torch.cat((freqs, freqs), dim=-1)
         cos = emb.cos() * self.attention_scaling
         sin = emb.sin() * self.attention_scaling
-        if self.config.round_rope_to_bf16:  # the paper keeps bf16 tables, in fp32 runs too
+        # CODEPATH: rounded in the paper's checkpoints and runs, in fp32 too; exact in converted dense ones
+        if self.config.round_rope_to_bf16:
             cos, sin = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
 
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
@@ -203,6 +206,7 @@ class LoopedAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+        # CODEPATH: normed in the paper's and Qwen3-like checkpoints, not in Llama-like ones
         if config.qk_norm is not None:
             self.q_norm = LoopedRMSNorm(self.head_dim, config)
             self.k_norm = LoopedRMSNorm(self.head_dim, config)
@@ -225,11 +229,12 @@ class LoopedAttention(nn.Module):
         key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
 
+        # CODEPATH: Qwen3-like checkpoints
         if self.config.qk_norm == "before_rope":
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         cos, sin = position_embeddings
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        # unlike Qwen3: the norm comes after the rotation
+        # CODEPATH: the paper's checkpoints; unlike Qwen3, the norm comes after the rotation
         if self.config.qk_norm == "after_rope":
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
 
@@ -366,8 +371,8 @@ def fit_cache(cache: Cache, num_slots: int) -> None:
         return
     if cache.get_seq_length() > 0:
         raise ValueError(
-            f"The cache was filled by a forward with {len(cache.layers)} executed blocks, this one executes {num_slots}: "
-            f"`num_loops` cannot change within a sequence. Start a new cache, or call with the same `num_loops`."
+            f"The cache was filled by a forward with {len(cache.layers)} executed blocks, this one executes "
+            f"{num_slots}: `num_loops` cannot change within a sequence. Start a new cache, or keep `num_loops`."
         )
     while len(cache.layers) < num_slots:
         cache.layers.append(copy.deepcopy(cache.layers[0]))
@@ -382,6 +387,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.vocab_size = config.vocab_size
 
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        # CODEPATH: normed in the paper's checkpoints, not in converted dense ones
         if config.embedding_norm:
             self.embed_norm = LoopedRMSNorm(config.hidden_size, config)
         # One flat list in stored order: prelude, core 1..num_stored_cores, coda. config.schedule says what runs when.
@@ -413,7 +419,8 @@ class LoopedModel(LoopedPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         r"""
         num_loops (`int`, *optional*, defaults to `config.num_loops`):
-            Passes of the core in this forward. A tied core takes any number from 1, an untied one up to its stored cores.
+            Passes of the core in this forward. A tied core takes any number from 1, an untied one up to the number of
+            cores that it stores.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -422,7 +429,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
         num_loops = self.config.num_loops if num_loops is None else num_loops
         schedule = self.config.schedule(num_loops)
-        # assistant_early_exit lowers config.num_hidden_layers for a while: stop after that many executed blocks
+        # CODEPATH: any checkpoint under assistant_early_exit, which lowers config.num_hidden_layers for a while
         if self.config.num_hidden_layers < len(self.config.schedule()):
             schedule = schedule[: self.config.num_hidden_layers]
 
@@ -448,6 +455,7 @@ class LoopedModel(LoopedPreTrainedModel):
         )
 
         hidden_states = inputs_embeds
+        # CODEPATH: normed in the paper's checkpoints, not in converted dense ones
         if self.config.embedding_norm:
             hidden_states = self.embed_norm(hidden_states)
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
@@ -487,62 +495,6 @@ class LoopedModel(LoopedPreTrainedModel):
         )
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropies of `softmax(scale * hidden @ weight.T)`, a chunk of tokens at a time.
-
-    The gradients are formed in the forward, while a chunk's logits exist, so that neither the logits nor their
-    gradient are ever held for the whole batch and no product is computed twice. Shapes: hidden (N, C), weight (V, C),
-    labels (N,) with -100 for ignored; returns a float32 scalar.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, scale: float, chunk_size: int):
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        device_type = hidden.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
-        weight_cast = weight.to(dtype)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with torch.autocast(device_type, enabled=False):
-            for start in range(0, hidden.shape[0], chunk_size):
-                chunk = hidden[start : start + chunk_size].to(dtype)
-                chunk_labels = labels[start : start + chunk_size]
-                counted = chunk_labels != -100
-                target = chunk_labels.clamp_min(0).unsqueeze(-1)
-                logits = (chunk @ weight_cast.T).float()
-                if scale != 1.0:
-                    logits *= scale
-                log_normalizer = logits.logsumexp(-1, keepdim=True)
-                loss += ((log_normalizer - logits.gather(-1, target)).squeeze(-1) * counted).sum()
-                if needs_hidden or needs_weight:
-                    # d loss / d logits = softmax - one_hot, zero where the label is ignored
-                    grad_logits = logits.sub_(log_normalizer).exp_()
-                    grad_logits.scatter_add_(-1, target, grad_logits.new_full((), -1.0).expand_as(target))
-                    grad_logits *= counted.unsqueeze(-1) * scale
-                    grad_logits = grad_logits.to(dtype)
-                    if needs_hidden:
-                        grad_hidden[start : start + chunk_size] = grad_logits @ weight_cast
-                    if needs_weight:
-                        grad_weight += grad_logits.T @ chunk
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
-
-
-# Tokens whose logits exist at once when the loss skips them; (chunk, V) float32 is 206 MB at V = 50257
-LOSS_CHUNK_SIZE = 1024
-
-
 @auto_docstring
 class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -577,7 +529,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         r"""
         num_loops (`int`, *optional*, defaults to `config.num_loops`):
-            Passes of the core in this forward. A tied core takes any number from 1, an untied one up to its stored cores.
+            Passes of the core in this forward. A tied core takes any number from 1, an untied one up to the number of
+            cores that it stores.
         skip_logits (`bool`, *optional*, defaults to `False`):
             With `labels`, computes the loss a chunk of tokens at a time and returns `logits=None`: the logits of the
             whole batch never exist. For training.
@@ -609,11 +562,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
         loss, logits = None, None
         if skip_logits:
-            loss = self._loss_without_logits(hidden_states, labels, **kwargs)
+            loss = linear_causal_lm_loss(
+                hidden_states, self.lm_head.weight, labels, scale=float(self.config.logit_scale), **kwargs
+            )
         else:
             hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
             logits = self.lm_head(hidden_states)
-            if self.config.logit_scale != 1.0:  # unlike Llama: the logits are scaled by a constant
+            # CODEPATH: 0.5 in the paper's vanilla checkpoints, 1 in the rest and in converted dense ones
+            if self.config.logit_scale != 1.0:
                 logits = logits * self.config.logit_scale
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -625,31 +581,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _loss_without_logits(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.LongTensor,
-        shift_labels: torch.LongTensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
-        """The loss of transformers' `ForCausalLMLoss`: shifted, mean over counted tokens or sum / num_items_in_batch."""
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-        shift_labels = shift_labels.reshape(-1).to(hidden_states.device)
-        loss = LinearCrossEntropy.apply(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            self.lm_head.weight,
-            shift_labels,
-            float(self.config.logit_scale),
-            LOSS_CHUNK_SIZE,
-        )
-        if num_items_in_batch is None:
-            num_items_in_batch = (shift_labels != -100).sum()
-        elif torch.is_tensor(num_items_in_batch):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        return loss / num_items_in_batch
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

@@ -1,0 +1,102 @@
+# Copyright 2026 The modeling-looped authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The causal LM loss from hidden states, a chunk of tokens at a time: the logits of a whole batch never exist."""
+
+import torch
+from torch import nn
+
+# Tokens whose logits exist at once; (chunk, V) float32 is 206 MB at V = 50257
+CHUNK_SIZE = 1024
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Sum of the cross-entropies of `softmax(scale * hidden @ weight.T)`, a chunk of tokens at a time.
+
+    The gradients are formed in the forward, while a chunk's logits exist, so that neither the logits nor their
+    gradient are ever held for the whole batch and no product is computed twice. Shapes: hidden (N, C), weight (V, C),
+    labels (N,) with -100 for ignored; returns a float32 scalar.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, scale: float, chunk_size: int):
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        device_type = hidden.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+        weight_cast = weight.to(dtype)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with torch.autocast(device_type, enabled=False):
+            for start in range(0, hidden.shape[0], chunk_size):
+                chunk = hidden[start : start + chunk_size].to(dtype)
+                chunk_labels = labels[start : start + chunk_size]
+                counted = chunk_labels != -100
+                target = chunk_labels.clamp_min(0).unsqueeze(-1)
+                logits = (chunk @ weight_cast.T).float()
+                if scale != 1.0:
+                    logits *= scale
+                log_normalizer = logits.logsumexp(-1, keepdim=True)
+                loss += ((log_normalizer - logits.gather(-1, target)).squeeze(-1) * counted).sum()
+                if needs_hidden or needs_weight:
+                    # d loss / d logits = softmax - one_hot, zero where the label is ignored
+                    grad_logits = logits.sub_(log_normalizer).exp_()
+                    grad_logits.scatter_add_(-1, target, grad_logits.new_full((), -1.0).expand_as(target))
+                    grad_logits *= counted.unsqueeze(-1) * scale
+                    grad_logits = grad_logits.to(dtype)
+                    if needs_hidden:
+                        grad_hidden[start : start + chunk_size] = grad_logits @ weight_cast
+                    if needs_weight:
+                        grad_weight += grad_logits.T @ chunk
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def linear_causal_lm_loss(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.LongTensor,
+    scale: float = 1.0,
+    shift_labels: torch.LongTensor | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """transformers' `ForCausalLMLoss` of `scale * hidden_states @ weight.T`, without the logits.
+
+    hidden_states (B, T, C), weight (V, C), labels (B, T) with -100 for ignored. Labels are shifted here unless
+    `shift_labels` is given. Returns the mean over the counted tokens, or their sum / num_items_in_batch, in float32.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    shift_labels = shift_labels.reshape(-1).to(hidden_states.device)
+    loss = LinearCrossEntropy.apply(
+        hidden_states.reshape(-1, hidden_states.shape[-1]), weight, shift_labels, scale, CHUNK_SIZE
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != -100).sum()
+    elif torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+__all__ = ["LinearCrossEntropy", "linear_causal_lm_loss"]
