@@ -1,0 +1,157 @@
+"""Checkpoints of a run: weights, optimizer state and position, keyed by parameter name, written whole or not at all.
+
+A checkpoint is a folder `step-00000123` under `<run_dir>/checkpoints`: model.safetensors, optimizer.safetensors,
+config.json (the architecture at that step, so that a grown model resumes grown), trainer.json and manifest.json with
+the size and SHA-256 of each file. It is written to a temporary name, fsynced and renamed; a folder under the final
+name is complete. Nothing in it depends on the number of processes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from modeling_looped import LoopedConfig
+
+FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "trainer.json")
+
+
+class CheckpointError(Exception):
+    """A checkpoint that is incomplete, altered, or cannot be written; the message names the file."""
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON to a temporary name in the same folder, fsyncs and renames it to `path`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def check_run_dir(run_dir: Path, bytes_needed: int) -> None:
+    """Raises CheckpointError unless `run_dir` can be created, written to, and holds `bytes_needed` more bytes."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".probe-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"run_dir {run_dir} cannot be written: {error.strerror}. Choose another run_dir."
+        ) from error
+    free = shutil.disk_usage(run_dir).free
+    if free < bytes_needed:
+        raise CheckpointError(
+            f"run_dir {run_dir} has {free / 1e9:.2f} GB free, its checkpoints need {bytes_needed / 1e9:.2f} GB. "
+            f"Free some space, choose another run_dir, or lower training.keep_last."
+        )
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    config: LoopedConfig,
+    weights: dict[str, torch.Tensor],
+    optimizer_state: dict[str, dict[str, torch.Tensor]],
+    trainer_state: dict[str, Any],
+    keep_last: int,
+) -> Path:
+    """Writes the checkpoint that continues at `step`, then removes all but the newest `keep_last`.
+
+    Args:
+        weights: parameter name -> tensor.
+        optimizer_state: parameter name -> state name -> tensor.
+        trainer_state: JSON-serialisable counters.
+
+    Raises:
+        CheckpointError: the disk refused; earlier checkpoints are untouched.
+    """
+    folder = run_dir / "checkpoints"
+    final = folder / f"step-{step:08d}"
+    temporary = folder / f".tmp-step-{step:08d}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, temporary / FILES[0])
+        flat = {f"{name}|{key}": value for name, state in optimizer_state.items() for key, value in state.items()}
+        save_file({name: tensor.detach().contiguous() for name, tensor in flat.items()}, temporary / FILES[1])
+        (temporary / FILES[2]).write_text(config.to_json_string(use_diff=False))
+        (temporary / FILES[3]).write_text(json.dumps({"step": step, **trainer_state}, indent=2))
+        manifest = {
+            name: {"bytes": (temporary / name).stat().st_size, "sha256": _sha256(temporary / name)} for name in FILES
+        }
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        for name in (*FILES, "manifest.json"):
+            _fsync(temporary / name)
+        shutil.rmtree(final, ignore_errors=True)  # a checkpoint of the same step from before a crash
+        os.replace(temporary, final)
+        _fsync(folder)
+    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own RuntimeError subclass
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"The checkpoint of step {step} could not be written to {folder}: {error}. Earlier checkpoints are intact."
+        ) from error
+    for old in list_checkpoints(run_dir)[:-keep_last]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted((run_dir / "checkpoints").glob("step-*"))
+
+
+def load_checkpoint(path: Path) -> tuple[LoopedConfig, dict, dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """(config, weights, optimizer state, trainer state) of a checkpoint whose files match its manifest.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or altered; the message names it.
+    """
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint: manifest.json cannot be read ({error}).") from error
+    for name in FILES:
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing. Delete {path} to go on from the checkpoint before it.")
+        if file.stat().st_size != manifest[name]["bytes"] or _sha256(file) != manifest[name]["sha256"]:
+            raise CheckpointError(
+                f"{file} does not match the manifest of its checkpoint: it was cut short or altered. "
+                f"Delete {path} to go on from the checkpoint before it."
+            )
+    config = LoopedConfig.from_dict(json.loads((path / "config.json").read_text()))
+    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_file(path / "optimizer.safetensors").items():
+        parameter, key = name.rsplit("|", 1)
+        optimizer_state.setdefault(parameter, {})[key] = tensor
+    return (
+        config,
+        load_file(path / "model.safetensors"),
+        optimizer_state,
+        json.loads((path / "trainer.json").read_text()),
+    )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
