@@ -1,7 +1,8 @@
 """Laws that are not a plain sum of power terms: value and analytic gradient in fitting coordinates.
 
 Fitting coordinates are chosen so that they stay nearly uncorrelated: a level is the log of the term at the centre of
-the data (`pivots`), an exponent is itself. `to_natural` and `from_natural` translate from and to the published symbols.
+the data (`pivots`), an exponent is itself. `to_natural` and `from_natural` translate from and to the published
+symbols.
 """
 
 import numpy as np
@@ -15,7 +16,8 @@ def _log_add(z1, z2):
 
 
 class KaplanND:
-    """log L = alpha_D log[exp((n - alpha_N x) / alpha_D) + exp(d / alpha_D - y)], x = log N/N_pivot, y = log D/D_pivot.
+    """log L = alpha_D log[exp((n - alpha_N x) / alpha_D) + exp(d / alpha_D - y)], x = log N/N_pivot, y = log
+    D/D_pivot.
 
     n and d are the logs of L(N_pivot, infinity) and of L(infinity, D_pivot).
     """
@@ -141,7 +143,13 @@ class DataConstrained:
     parameters = ("R_D", "R_N")
     positive_exponents = ()
     # Muennighoff et al., section 5 and their released notebook: the C4 fit; alpha = beta by construction
-    base = {"A": np.exp(6.255414), "B": np.exp(7.3049974), "E": np.exp(0.6254804), "alpha": 0.3526596, "beta": 0.3526596}
+    base = {
+        "A": np.exp(6.255414),
+        "B": np.exp(7.3049974),
+        "E": np.exp(0.6254804),
+        "alpha": 0.3526596,
+        "beta": 0.3526596,
+    }
 
     def __init__(self, columns, pivots):
         self.pivots = pivots
@@ -187,7 +195,8 @@ def _decayed(unit, repeats, log_scale):
 def optimal_parameters(unique_tokens, base):
     """Compute-optimal N for `unique_tokens` under L = E + A N^-alpha + B T^-beta with C = 6 N T.
 
-    The minimum on 6 N T = C has alpha A N^-alpha = beta B T^-beta, hence N = (alpha A / (beta B))^(1/alpha) T^(beta/alpha).
+    The minimum on 6 N T = C has alpha A N^-alpha = beta B T^-beta, hence N = (alpha A / (beta B))^(1/alpha)
+    T^(beta/alpha).
     """
     ratio = base["alpha"] * base["A"] / (base["beta"] * base["B"])
     return ratio ** (1 / base["alpha"]) * np.asarray(unique_tokens, float) ** (base["beta"] / base["alpha"])

@@ -138,7 +138,11 @@ def check_design(model):
                 f"column {column} spans a factor of {np.exp(spread):.2f} only; its exponent needs at least 1.5, "
                 f"better 10. Fix that exponent or add runs.",
             )
-    if {"num_parameters", "num_tokens"} <= set(law.columns) and law.target == "loss" and "unique_tokens" not in law.columns:
+    if (
+        {"num_parameters", "num_tokens"} <= set(law.columns)
+        and law.target == "loss"
+        and "unique_tokens" not in law.columns
+    ):
         x = logs["num_parameters"] - logs["num_parameters"].mean()
         y = logs["num_tokens"] - logs["num_tokens"].mean()
         axes = np.linalg.svd(np.stack([x, y], axis=1), compute_uv=False)
@@ -146,17 +150,19 @@ def check_design(model):
             slope = (x @ y) / (x @ x)
             raise FitRefused(
                 "runs on one line",
-                f"tokens follow parameters (T ~ N^{slope:.2f}, off the line by {axes[1] / axes[0]:.1%} of its length), "
-                "so the exponents of N and T cannot be told apart. Fit L(C) instead, or add runs at other ratios T/N.",
+                f"tokens follow parameters (T ~ N^{slope:.2f}, off the line by {axes[1] / axes[0]:.1%} of its "
+                "length), so the exponents of N and T cannot be told apart. Fit L(C) instead, or add runs at other "
+                "ratios T/N.",
             )
 
 
 def fit_law(law, columns, target, *, arms=None, own=(), objective=None, weights=None, fixed=None, max_iterations=300):
-    """Fit `law` (a name in LAWS or a Law) to `target` (loss in nats) by minimising the summed objective (of log loss unless it says otherwise).
+    """Fit `law` (a name in LAWS or a Law) to `target` (loss in nats) by minimising the summed objective (of log loss
+    unless it says otherwise).
 
-    columns: {column of the law: (n,) array}. arms: (n,) labels; `own` names the parameters that each arm has for itself.
-    objective: Huber(1e-3) unless given. weights: (n,) per run. fixed: {symbol: value} held while the rest is fitted
-    (levels at their unit; only with parameters shared by the arms).
+    columns: {column of the law: (n,) array}. arms: (n,) labels; `own` names the parameters that each arm has for
+    itself. objective: Huber(1e-3) unless given. weights: (n,) per run. fixed: {symbol: value} held while the rest is
+    fitted (levels at their unit; only with parameters shared by the arms).
     Raises FitRefused when the design or the optimum does not support the fit, ValueError for bad input.
     """
     name = law if isinstance(law, str) else law.formula
@@ -174,7 +180,9 @@ def fit_law(law, columns, target, *, arms=None, own=(), objective=None, weights=
     objective = objective or Huber()
     weights = np.ones(model.n) if weights is None else np.asarray(weights, float)
     if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
-        raise ValueError("weights must be finite, not negative and not all zero (a weight is not a standard deviation)")
+        raise ValueError(
+            "weights must be finite, not negative and not all zero (a weight is not a standard deviation)"
+        )
     fixed = fixed or {}
     free_count = model.p - len(fixed)
     if not fixed:
@@ -193,6 +201,7 @@ def fit_law(law, columns, target, *, arms=None, own=(), objective=None, weights=
         model, starts[order], log_target, weights, objective, fixed=list(held), max_iterations=max_iterations
     )
     best = int(np.argmin(np.where(np.isfinite(result.objective), result.objective, np.inf)))
+    best, result, held = _without_floor(model, result, best, held, target, weights, objective, max_iterations)
     theta = result.theta[best]
     agreeing = int((result.objective <= result.objective[best] * (1 + 1e-6) + 1e-300).sum())
     certificate = _certificate(model, theta, log_target, weights, objective, list(held))
@@ -215,6 +224,21 @@ def _hold(model, fixed):
         for index in set(model.slots[symbol].values()):
             held[index] = np.log(value) if symbol in model.law.terms else value
     return held
+
+
+def _without_floor(model, result, best, held, target, weights, objective, max_iterations):
+    """An irreducible loss that runs to zero has no optimum in its log: hold it at zero when that is as good."""
+    floors = set(model.slots[model.law.floor].values()) - set(held) if model.law.floor is not None else set()
+    gone = [i for i in floors if result.theta[best, i] < np.log(1e-3 * target.min())]
+    if not gone:
+        return best, result, held
+    held = held | dict.fromkeys(gone, np.log(target.min()) - 20.0)
+    theta = result.theta[best].copy()
+    theta[gone] = np.log(target.min()) - 20.0
+    again = minimise(
+        model, theta[None], np.log(target), weights, objective, fixed=list(held), max_iterations=max_iterations
+    )
+    return 0, again, held
 
 
 def _certificate(model, theta, log_target, weights, objective, fixed):
@@ -252,18 +276,20 @@ def _refuse_uncertified(certificate, converged, max_iterations, model):
     if certificate["condition"] > MAX_CONDITION:
         raise FitRefused(
             "not identifiable",
-            f"the runs fix no unique value of {certificate['least_known']} (condition {certificate['condition']:.1e}). "
-            "Share a parameter between arms, fix one, or add runs that separate them.",
+            f"the runs fix no unique value of {certificate['least_known']} (condition "
+            f"{certificate['condition']:.1e}). Share a parameter between arms, fix one, or add runs that separate "
+            "them.",
         )
     if not converged or certificate["decrement"] > CERTIFIED_DECREMENT:
         raise FitRefused(
             "not converged",
-            f"after {max_iterations} iterations the objective would still fall by {certificate['decrement']:.1e} of its "
-            "value. Raise max_iterations; if that does not help, the law does not fit these runs.",
+            f"after {max_iterations} iterations the objective would still fall by {certificate['decrement']:.1e} of "
+            "its value. Raise max_iterations; if that does not help, the law does not fit these runs.",
         )
     if certificate["least_curvature"] <= 0:
         raise FitRefused(
-            "no minimum", "the objective curves downwards at the best point found: a saddle or a flat ridge, not an optimum"
+            "no minimum",
+            "the objective curves downwards at the best point found: a saddle or a flat ridge, not an optimum",
         )
 
 
@@ -271,7 +297,9 @@ def _warnings(fit, target, held):
     """What a reader must know before using the numbers."""
     found = []
     law, model = fit.law, fit.model
-    exponents = [p for p in law.parameters if p not in law.terms] if law.curve is None else law.curve.positive_exponents
+    exponents = (
+        [p for p in law.parameters if p not in law.terms] if law.curve is None else law.curve.positive_exponents
+    )
     for exponent in exponents:
         for index in sorted(set(model.slots[exponent].values()) - set(held)):
             value = fit.theta[index]
@@ -281,7 +309,7 @@ def _warnings(fit, target, held):
                     f"{GRID_EXPONENTS[-1]:g}]; read it as a bound, not as a value"
                 )
     if law.floor is not None:
-        for index in sorted(set(model.slots[law.floor].values()) - set(held)):
+        for index in sorted(set(model.slots[law.floor].values())):
             if np.exp(fit.theta[index]) < 0.01 * target.min():
                 found.append(f"{model.names[index]} ran to zero: the runs show no irreducible loss")
     if fit.certificate["condition"] > 1e6:

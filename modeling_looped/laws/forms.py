@@ -48,7 +48,12 @@ _KAPLAN = "Kaplan et al., arXiv 2001.08361"
 LAWS = {
     "compute": Law(
         formula="L(C) = E + A (C / 1e18)^-gamma",
-        symbols={"C": "training FLOPs", "E": "irreducible loss", "A": "reducible loss at 1e18 FLOPs", "gamma": "exponent"},
+        symbols={
+            "C": "training FLOPs",
+            "E": "irreducible loss",
+            "A": "reducible loss at 1e18 FLOPs",
+            "gamma": "exponent",
+        },
         source="Chen, Vegesna, Dahal, Wilson, arXiv 2609.19107",
         columns=("compute_flops",),
         terms={"E": {}, "A": {"gamma": "compute_flops"}},
@@ -60,7 +65,8 @@ LAWS = {
             "N": "parameters (convention of the table)",
             "T": "training tokens",
             "E": "irreducible loss",
-            "A, B": "N0^alpha and T0^beta: reported at the centre of the data, where they are not tied to the exponents",
+            "A, B": "N0^alpha and T0^beta: reported at the centre of the data, where they are not tied to the "
+            "exponents",
         },
         source="Hoffmann et al., arXiv 2203.15556, approach 3",
         columns=("num_parameters", "num_tokens"),
@@ -103,7 +109,10 @@ LAWS = {
     ),
     "kaplan-ns": Law(
         formula="L(N, S) = (Nc / N)^alpha_N + (Sc / Smin)^alpha_S",
-        symbols={"Smin": "steps at a batch far above critical: S / (1 + B_crit / B)", "A, B": "Nc^alpha_N, Sc^alpha_S"},
+        symbols={
+            "Smin": "steps at a batch far above critical: S / (1 + B_crit / B)",
+            "A, B": "Nc^alpha_N, Sc^alpha_S",
+        },
         source=f"{_KAPLAN}, eq. 1.6",
         columns=("num_parameters", "min_steps"),
         terms={"A": {"alpha_N": "num_parameters"}, "B": {"alpha_S": "min_steps"}},
@@ -117,7 +126,7 @@ LAWS = {
         target="critical_batch_tokens",
     ),
     "data-constrained": Law(
-        formula="L = E + A Nhat^-alpha + B That^-beta; That = U + U R_D (1 - exp(-(T/U - 1) / R_D)), Nhat alike with R_N",
+        formula="L = E + A Nhat^-alpha + B That^-beta, That = U + U R_D (1 - exp(-(T/U - 1) / R_D)), Nhat alike",
         symbols={
             "U": "unique tokens",
             "R_D": "repetitions at which the value of repeated data has decayed to 1/e",
@@ -142,7 +151,11 @@ LAWS = {
     ),
     "context": Law(
         formula="L(t) = E + A t^-a",
-        symbols={"t": "position in the context, from 1", "E": "loss at an endless context", "A": "excess at position 1"},
+        symbols={
+            "t": "position in the context, from 1",
+            "E": "loss at an endless context",
+            "A": "excess at position 1",
+        },
         source=f"{_KAPLAN}, appendix D.5",
         columns=("context_position",),
         terms={"E": {}, "A": {"a": "context_position"}},

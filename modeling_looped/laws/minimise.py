@@ -85,9 +85,7 @@ def minimise(model, theta, target, weights, objective, *, fixed=(), max_iteratio
     target = np.broadcast_to(target, (count, model.n))
     weights = np.broadcast_to(weights, (count, model.n))
     damping = np.full(count, 1e-2)
-    final = Minimum(
-        theta, np.full(count, np.inf), np.full(count, np.inf), np.zeros(count, bool), np.zeros(count, int)
-    )
+    final = Minimum(theta, np.full(count, np.inf), np.full(count, np.inf), np.zeros(count, bool), np.zeros(count, int))
     # below this the residuals are rounding (a curve through its points), and a relative decrease means nothing
     floor = 1e-26 * weights.sum(axis=1)
     live = np.arange(count)

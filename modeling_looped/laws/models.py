@@ -1,8 +1,8 @@
 """A law bound to a table: log predictions, gradients and Hessians for many parameter vectors at once.
 
 Both classes answer the same calls, with B parameter vectors of length p and n runs:
-`evaluate(theta)` -> log predictions (B, n) and gradient (B, n, p); `curvature(theta, c)` -> sum_i c_i d2 f_i (B, p, p).
-Layout: each parameter has one column if the arms share it, else one column per arm, named `gamma[vanilla]`.
+`evaluate(theta)` -> log predictions (B, n) and gradient (B, n, p); `curvature(theta, c)` -> sum_i c_i d2 f_i (B, p,
+p). Layout: each parameter has one column if the arms share it, else one column per arm, named `gamma[vanilla]`.
 """
 
 from itertools import combinations
@@ -30,7 +30,9 @@ class Model:
                 raise ValueError(f"column {name} must be finite and positive; row {int(np.argmin(values > 0))} is not")
         self.n = len(next(iter(self.columns.values())))
         self.arm_names = list(dict.fromkeys(arms)) if arms is not None else [None]
-        self.arm_index = np.array([self.arm_names.index(a) for a in arms]) if arms is not None else np.zeros(self.n, int)
+        self.arm_index = (
+            np.array([self.arm_names.index(a) for a in arms]) if arms is not None else np.zeros(self.n, int)
+        )
         self.own = tuple(own) if len(self.arm_names) > 1 else ()
         self.pivots = pivots or {c: float(np.exp(np.log(v).mean())) for c, v in self.columns.items()}
         self.names, self.slots = [], {}
@@ -59,7 +61,9 @@ class Model:
         return {arm: self.local_to_natural(self.local(theta, arm)) for arm in self.arm_names}
 
     def from_natural(self, natural):
-        """Inverse of `natural`; a plain {symbol: value} serves every arm. Shared parameters come from the first arm."""
+        """Inverse of `natural`; a plain {symbol: value} serves every arm. Shared parameters come from the first
+        arm.
+        """
         theta = np.full(self.p, np.nan)
         for arm in reversed(self.arm_names):
             values = natural.get(arm, natural) if arm is not None else natural.get(None, natural)
@@ -79,7 +83,9 @@ class Model:
             raise ValueError(f"arms {sorted(unknown)} were not in the fit; it has {self.arm_names}")
         other = type(self).__new__(type(self))
         order = list(self.arm_names)
-        Model.__init__(other, self.law, {c: np.atleast_1d(columns[c]) for c in self.law.columns}, None, (), self.pivots)
+        Model.__init__(
+            other, self.law, {c: np.atleast_1d(columns[c]) for c in self.law.columns}, None, (), self.pivots
+        )
         other.arm_names, other.own, other.slots, other.names, other.p = order, self.own, self.slots, self.names, self.p
         other.arm_index = np.array([order.index(a) if self.arm_names != [None] else 0 for a in arms])
         other.prepare()

@@ -1,8 +1,9 @@
 """Compute multipliers: how many times the compute a baseline needs for the loss that a variant reaches.
 
 The headline is interpolated between measured runs and never leaves them. A law extrapolates; its answer depends on the
-model chosen, so `law_multiplier` states its index and `compare.multiplier_by_model` gives a set of models with weights.
-Index: "baseline" asks at a compute C of the baseline (the looped-and-growing paper's text), "variant" at the variant's.
+model chosen, so `law_multiplier` states its index and `compare.multiplier_by_model` gives a set of models with
+weights. Index: "baseline" asks at a compute C of the baseline (the looped-and-growing paper's text), "variant" at the
+variant's.
 """
 
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ class Ladder:
 
 
 def interpolated(baseline, variant, *, at=None, index="baseline", method="linear"):
-    """Multiplier at each compute of `at`; by default at the runs of the indexed ladder. nan where it would extrapolate.
+    """Multiplier at each compute of `at`; by default at the runs of the indexed ladder. nan where it would
+    extrapolate.
 
     Returns {"compute", "loss", "multiplier"} as arrays.
     """

@@ -23,7 +23,9 @@ class Huber:
 
     def __post_init__(self):
         if not self.delta > 0:
-            raise ValueError(f"Huber delta is {self.delta}; it must be positive (1e-3 is the usual choice on log loss)")
+            raise ValueError(
+                f"Huber delta is {self.delta}; it must be positive (1e-3 is the usual choice on log loss)"
+            )
 
     def __call__(self, r):
         size = np.abs(r)
