@@ -26,6 +26,9 @@ from transformers.utils.type_validators import interval
 # Setting one of these after construction changes how many blocks a forward executes.
 SECTION_FIELDS = ("num_prelude_blocks", "num_core_blocks", "num_coda_blocks", "num_loops", "num_stored_cores")
 
+# Words for passes elsewhere: an unknown keyword that holds one can only mean num_loops.
+PASS_WORDS = ("loop", "recurren", "num_steps", "passes")
+
 
 @auto_docstring(checkpoint="modeling-looped/untied-grow-d12")
 @strict
@@ -150,6 +153,12 @@ class LoopedConfig(PreTrainedConfig):
         if resolved:
             super().__setattr__("num_hidden_layers", self._num_executed_blocks(self.num_loops))
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        # the base class drops an override that names no field
+        cls._refuse_misspelt(kwargs)
+        return super().from_dict(config_dict, **kwargs)
+
     def to_dict(self):
         output = super().to_dict()
         output.pop("_sections_resolved", None)
@@ -224,11 +233,17 @@ class LoopedConfig(PreTrainedConfig):
     def _num_executed_blocks(self, num_loops: int) -> int:
         return self.num_prelude_blocks + num_loops * self.num_core_blocks + self.num_coda_blocks
 
-    def _refuse_misspelt(self, unknown: dict) -> None:
+    @classmethod
+    def _refuse_misspelt(cls, keywords: dict) -> None:
         # PreTrainedConfig keeps unknown keywords as attributes, so that a misspelt field would silently do nothing.
-        own = [field.name for field in fields(type(self))]
-        for name in unknown:
-            if near := difflib.get_close_matches(name, own, n=1, cutoff=0.85):
+        own = [field.name for field in fields(cls)]
+        for name in keywords:
+            if name in own:
+                continue
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.85)
+            if not near and any(word in name for word in PASS_WORDS):
+                near = ["num_loops"]
+            if near:
                 raise ValueError(f"LoopedConfig has no field `{name}`. Did you mean `{near[0]}`?")
 
 

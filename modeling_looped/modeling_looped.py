@@ -41,14 +41,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .boundary import BoundaryOperator, make_boundary_operator
-from .configuration_looped import LoopedConfig
+from .configuration_looped import PASS_WORDS, LoopedConfig
 from .linear_cross_entropy import linear_causal_lm_loss
+
+logger = logging.get_logger(__name__)
 
 
 class LoopedRMSNorm(nn.Module):
@@ -359,7 +361,7 @@ def refuse_misspelt_keywords(kwargs: dict) -> None:
     own = ("num_loops", "skip_logits", "input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
     for name in kwargs:
         near = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
-        if not near and any(part in name for part in ("loop", "recurren", "num_steps", "passes")):
+        if not near and any(word in name for word in PASS_WORDS):
             near = ["num_loops"]
         if near:
             raise TypeError(f"forward() has no argument `{name}`. Did you mean `{near[0]}`?")
@@ -424,11 +426,15 @@ class LoopedModel(LoopedPreTrainedModel):
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if kwargs and not torch.compiler.is_compiling():
-            refuse_misspelt_keywords(kwargs)
-
         num_loops = self.config.num_loops if num_loops is None else num_loops
         schedule = self.config.schedule(num_loops)
+        if not torch.compiler.is_compiling():
+            refuse_misspelt_keywords(kwargs)
+            if self.config.tie_core and num_loops > self.config.num_loops:
+                logger.warning_once(
+                    f"Running {num_loops} passes of a core whose config says {self.config.num_loops}: it may not have "
+                    f"been trained for that many."
+                )
         # CODEPATH: any checkpoint under assistant_early_exit, which lowers config.num_hidden_layers for a while
         if self.config.num_hidden_layers < len(self.config.schedule()):
             schedule = schedule[: self.config.num_hidden_layers]
