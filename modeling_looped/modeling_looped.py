@@ -348,6 +348,11 @@ class LoopedPreTrainedModel(PreTrainedModel):
         elif isinstance(module, LoopedForCausalLM) and not self.config.tie_word_embeddings:
             init.zeros_(module.lm_head.weight)
 
+    def _initialize_weights(self, module, is_custom_code=False):
+        # For custom code transformers passes over modules without a parameter of their own, and with them the branches
+        # above for attention, MLP and head. `_init_weights` only uses functions that spare loaded weights.
+        super()._initialize_weights(module)
+
     def save_pretrained(self, save_directory, *args, **kwargs):
         # transformers maps only the class that is saved; a checkpoint of ours loads by every Auto class, and the map
         # names the code beside the weights, not the repository that they came from.
