@@ -25,11 +25,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The gradients are formed in the forward, while a chunk's logits exist, so that neither the logits nor their
     gradient are ever held for the whole batch and no product is computed twice. Shapes: hidden (N, C), weight (V, C),
-    labels (N,) with -100 for ignored; returns a float32 scalar.
+    labels (N,) with `ignore_index` for tokens that do not count; returns a float32 scalar.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, scale: float, chunk_size: int):
+    def forward(ctx, hidden, weight, labels, scale: float, ignore_index: int, chunk_size: int):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         device_type = hidden.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
@@ -41,8 +41,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[0], chunk_size):
                 chunk = hidden[start : start + chunk_size].to(dtype)
                 chunk_labels = labels[start : start + chunk_size]
-                counted = chunk_labels != -100
-                target = chunk_labels.clamp_min(0).unsqueeze(-1)
+                counted = chunk_labels != ignore_index
+                target = chunk_labels.masked_fill(~counted, 0).unsqueeze(-1)
                 logits = (chunk @ weight_cast.T).float()
                 if scale != 1.0:
                     logits *= scale
@@ -69,7 +69,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def linear_causal_lm_loss(
@@ -79,22 +79,28 @@ def linear_causal_lm_loss(
     scale: float = 1.0,
     shift_labels: torch.LongTensor | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
     **kwargs,
 ) -> torch.Tensor:
     """transformers' `ForCausalLMLoss` of `scale * hidden_states @ weight.T`, without the logits.
 
-    hidden_states (B, T, C), weight (V, C), labels (B, T) with -100 for ignored. Labels are shifted here unless
-    `shift_labels` is given. Returns the mean over the counted tokens, or their sum / num_items_in_batch, in float32.
+    hidden_states (B, T, C), weight (V, C), labels (B, T) with `ignore_index` for tokens that do not count. Labels are
+    shifted here unless `shift_labels` is given. Returns the mean over the counted tokens, or their sum /
+    num_items_in_batch, in float32.
     """
+    if not torch.is_grad_enabled():  # under no_grad too a Function is told that its inputs need gradients
+        hidden_states, weight = hidden_states.detach(), weight.detach()
     if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.reshape(-1).to(hidden_states.device)
     loss = LinearCrossEntropy.apply(
-        hidden_states.reshape(-1, hidden_states.shape[-1]), weight, shift_labels, scale, CHUNK_SIZE
+        hidden_states.reshape(-1, hidden_states.shape[-1]), weight, shift_labels, scale, ignore_index, CHUNK_SIZE
     )
     if num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != -100).sum()
-    elif torch.is_tensor(num_items_in_batch):
+        num_counted = (shift_labels != ignore_index).sum()
+        # as in transformers: no counted token gives NaN, but gradients of zero
+        return torch.where(num_counted > 0, loss / num_counted.clamp_min(1), torch.nan)
+    if torch.is_tensor(num_items_in_batch):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
 

@@ -558,6 +558,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         ```"""
         if skip_logits and labels is None:
             raise ValueError("`skip_logits=True` computes a loss without logits: pass `labels` too.")
+        if skip_logits and not isinstance(self.lm_head, nn.Linear):
+            raise ValueError(
+                f"`skip_logits=True` reads the weight of `lm_head` and would miss what {type(self.lm_head).__name__} "
+                f"adds to it. Leave it out, or keep adapters off `lm_head`."
+            )
 
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
