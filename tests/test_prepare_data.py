@@ -1,0 +1,291 @@
+"""Preparation: the command a user types, killed at every point and resumed, raced, and refused with a message."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from training.data.loader import ValidationLoader, WindowLoader
+from training.data.preparation import open_prepared, prepare
+from training.data.shards import TokenPool
+from training.data.sources import FineWebSource, TextSource
+from training.data.tokenizer import load_tokenizer
+from training.prepare_data import main
+
+from .test_data_sources import fineweb_rows
+
+ROOT = Path(__file__).parents[1]
+MODULES = ("argparse", "ast", "bisect", "calendar", "csv", "heapq", "inspect", "pprint", "shlex", "textwrap")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Ten modules of the standard library as text files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for name in MODULES:
+        text = Path(sysconfig.get_paths()["stdlib"], f"{name}.py").read_text(encoding="utf-8")
+        (folder / f"{name}.txt").write_text(text[:20000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LOOPED_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def options(corpus: Path, out: Path) -> dict:
+    return {
+        "source": "text",
+        "paths": str(corpus),
+        "max_document_chars": 2000,
+        "validation_fraction": 0.3,
+        "vocab_size": 300,
+        "shard_tokens": 20000,
+        "out": str(out),
+    }
+
+
+def words(**given) -> list[str]:
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+def command(*arguments: str, cache: Path, **environment) -> subprocess.Popen:
+    environment = os.environ | {"LOOPED_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1"} | environment
+    return subprocess.Popen(
+        [sys.executable, "-m", "training.prepare_data", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    return output
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """SHA-256 by name of everything below a folder, the lock aside."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "prepare.lock"
+    }
+
+
+def test_pools_hold_every_document_once(corpus, cache, tmp_path):
+    data = prepare(**options(corpus, tmp_path / "out"), progress=False)
+    tokenizer = load_tokenizer(data.tokenizer_folder)
+    source = TextSource(paths=str(corpus), max_document_chars=2000, validation_fraction=0.3)
+    for split, pool in (("train", data.train), ("validation", data.validation)):
+        documents = list(source.documents(split))
+        assert pool.num_documents == len(documents) > 10
+        for index, text in enumerate(documents):
+            ids = pool.document(index)
+            assert ids[0] == tokenizer.bos_token_id
+            assert tokenizer.decode(ids[1:].tolist(), clean_up_tokenization_spaces=False) == text
+    assert len(data.train.manifest["shards"]) >= 2
+    assert data.train.manifest["header"]["source"]["sha256"] == source.provenance()["sha256"]
+    assert WindowLoader(data.train, 128, 4, seed=0).batch(0).input_ids.shape == (4, 128)
+    assert ValidationLoader(data.validation, 128).num_windows == data.validation.num_tokens // 129
+
+
+KILLED_EVERYWHERE = """
+import os, signal, sys
+from training.prepare_data import main
+
+arguments, last = sys.argv[2:], int(sys.argv[1])
+
+def run_killed(number):
+    '''One process that runs the command and is killed before it renames its file number `number`.'''
+    child = os.fork()
+    if child == 0:
+        count = 0
+        def killing(rename):
+            def call(*names, **options):
+                nonlocal count
+                count += 1
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return rename(*names, **options)
+            return call
+        os.replace, os.rename = killing(os.replace), killing(os.rename)
+        main(arguments)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+out = next(word for word in arguments if word.startswith("out="))
+if last:
+    for number in range(1, last + 1):
+        arguments = [word for word in sys.argv[2:] if word != out] + [f"{out}-{number}"]
+        assert run_killed(number), number
+        assert not run_killed(0), number
+else:
+    runs = 1
+    while run_killed(4):
+        runs += 1
+    print(runs)
+os._exit(0)
+"""
+
+
+def test_a_killed_preparation_ends_in_the_same_bytes(corpus, cache, tmp_path):
+    """kill -9 before each rename there is, then the same command again; and killed over and over, one shard a run."""
+    arguments = {**options(corpus, tmp_path / "straight"), "max_documents": 50, "shard_tokens": 15000}
+    finish(command(*words(**arguments), cache=cache))
+    straight = contents(tmp_path / "straight")
+    num_shards = sum(name.endswith(".bin") for name in straight)
+    assert num_shards >= 3
+    # plan, tokenizer folder, three files a shard, two manifests: every rename of a preparation
+    num_renames = 1 + 1 + 3 * num_shards + 2
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    for last, out in ((num_renames, "killed"), (0, "again")):
+        arguments["out"] = str(tmp_path / out)
+        output = subprocess.run(
+            [sys.executable, "-c", KILLED_EVERYWHERE, str(last), *words(**arguments)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert output.returncode == 0, output.stderr
+    for number in range(1, num_renames + 1):
+        assert contents(tmp_path / f"killed-{number}") == straight, number
+    assert contents(tmp_path / "again") == straight
+    assert int(output.stdout.split()[-1]) >= num_shards
+
+
+def test_processes_that_race_end_in_the_same_files(corpus, cache, tmp_path):
+    """Three at once with an empty cache: two on one folder, one elsewhere with another number of threads."""
+    racers = [
+        command(*words(**options(corpus, tmp_path / out)), cache=cache, TOKENIZERS_PARALLELISM=parallel)
+        for out, parallel in (("one", "true"), ("one", "true"), ("two", "false"))
+    ]
+    outputs = [finish(racer) for racer in racers]
+    assert outputs[0] == outputs[1]
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    TokenPool(tmp_path / "one" / "train", verify=True)
+    assert len(list((cache / "tokenizers").iterdir())) == 1
+
+
+def test_second_call_opens_what_is_there(corpus, cache, tmp_path, monkeypatch):
+    given = options(corpus, tmp_path / "out")
+    first = prepare(**given, progress=False)
+    before = contents(tmp_path / "out")
+    monkeypatch.setattr("training.data.preparation.DocumentEncoder", lambda *_: pytest.fail("encoded again"))
+    again = prepare(**given, progress=False, verify=True)
+    assert again.train.sha256 == first.train.sha256 and contents(tmp_path / "out") == before
+    assert open_prepared(tmp_path / "out").validation.sha256 == first.validation.sha256
+    with pytest.raises(ValueError, match="vocab_size: 300 there, 301 now"):
+        prepare(**given | {"vocab_size": 301}, progress=False)
+    tokenizer = tmp_path / "out" / "tokenizer" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    with pytest.raises(ValueError, match="tokenizer.json is not the tokenizer"):
+        open_prepared(tmp_path / "out")
+
+
+def test_default_folder_is_named_after_its_contents(corpus, cache, tmp_path):
+    given = options(corpus, tmp_path)
+    del given["out"]
+    first = prepare(**given, progress=False)
+    assert first.folder.is_relative_to(cache) and prepare(**given, progress=False).folder == first.folder
+    assert prepare(**given | {"train_tokens": 5000}, progress=False).folder != first.folder
+
+
+def test_token_limits_stop_at_a_document(corpus, cache, tmp_path):
+    full = prepare(**options(corpus, tmp_path / "full"), progress=False)
+    given = options(corpus, tmp_path / "limited") | {"train_tokens": 2.5e4, "validation_tokens": 3000}
+    limited = prepare(**given, progress=False)
+    for pool, whole, limit in ((limited.train, full.train, 25000), (limited.validation, full.validation, 3000)):
+        last = pool.num_documents - 1
+        assert pool.num_tokens - len(pool.document(last)) < limit <= pool.num_tokens
+        assert np.array_equal(pool.document(last), whole.document(last))
+
+
+def test_training_leaves_out_what_begins_like_validation(cache, tmp_path):
+    """The paper's rule on its FineWeb layout: the first 64 tokens, or a whole shorter text, occur in validation."""
+    start = "".join(f"{index % 10}" for index in range(64))  # 64 tokens of one byte each under a 257-token vocabulary
+    texts = {
+        "sample-10BT": [start + "validation", "short", start[:40]],
+        "sample-100BT": [start + "training", "x" + start, "short", "short one", start[:40], start[:41], start[:39]],
+    }
+    readme = "---\nconfigs:\n"
+    dataset = tmp_path / "dataset"
+    for config, rows in texts.items():
+        (dataset / config).mkdir(parents=True)
+        fineweb_rows(rows).to_parquet(dataset / config / "0.parquet")
+        readme += f"- config_name: {config}\n  data_files:\n  - split: train\n    path: {config}/*\n"
+    (dataset / "README.md").write_text(readme + "---\n")
+    common = {"source": "fineweb", "dataset": str(dataset), "revision": None, "vocab_size": 257, "progress": False}
+    data = prepare(**common, out=str(tmp_path / "out"))
+    tokenizer = load_tokenizer(data.tokenizer_folder)
+    kept = [tokenizer.decode(data.train.document(i)[1:].tolist()) for i in range(data.train.num_documents)]
+    assert kept == ["x" + start, "short one", start[:41], start[:39]]
+    assert data.train.manifest["state"]["num_excluded"] == 3
+    assert data.validation.num_documents == 3
+    everything = prepare(**common, out=str(tmp_path / "all"), exclude_validation=False)
+    assert everything.train.num_documents == 7
+    assert FineWebSource().exclude_validation
+
+
+def test_gpt2_tokenizer_folder(corpus, cache, tmp_path, reference_dir):
+    folder = reference_dir / "data" / "gpt2-tokenizer"
+    data = prepare(source="text", paths=str(corpus), tokenizer=str(folder), out=str(tmp_path / "out"), progress=False)
+    assert (data.train.vocab_size, data.train.bos_token_id) == (50257, 50256)
+    text = next(TextSource(paths=str(corpus)).documents())
+    expected = load_tokenizer(folder)(text, add_special_tokens=False)["input_ids"]
+    assert data.train.document(0).tolist() == [50256, *expected]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"source": "stdlb"}, "source='stdlb' must be one of stdlib, text"),
+        ({"vocab_sizes": 300}, "unknown option vocab_sizes: did you mean vocab_size"),
+        ({"source": "stdlib", "paths": "x"}, "unknown option paths"),
+        ({"source": "text"}, "source=text needs paths="),
+        ({"vocab_size": 100}, "vocab_size=100"),
+        ({"train_tokens": 0}, "train_tokens=0 must be a positive integer"),
+        ({"shard_tokens": None}, "shard_tokens=None must be"),
+        ({"tokenizer": "/nowhere/at/all", "max_documents": 3}, "tokenizer /nowhere/at/all cannot be loaded"),
+        ({"max_documents": 3, "validation_fraction": 1e-9}, "none of the 3 documents fell into validation"),
+        ({"max_documents": 3, "validation_fraction": 1 - 1e-9}, "no training documents.*lower validation_fraction"),
+    ],
+)
+def test_wrong_options_are_named(cache, tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(**{"out": str(tmp_path / "out"), "vocab_size": 300, "progress": False} | arguments)
+
+
+def test_without_validation(corpus, cache, tmp_path):
+    data = prepare(**options(corpus, tmp_path / "out") | {"validation_fraction": 0}, progress=False)
+    assert data.validation is None
+    source = TextSource(paths=str(corpus), max_document_chars=2000, validation_fraction=0)
+    assert data.train.num_documents == len(list(source.documents()))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["source=fineweb"], "cannot reach the Hub for dataset HuggingFaceFW/fineweb.*source=stdlib"),
+        (["source=text", "paths=/nowhere.txt"], "/nowhere.txt is no file"),
+        (["stdlib"], "'stdlib' is not of the form key=value"),
+    ],
+)
+def test_command_fails_with_one_message(cache, tmp_path, arguments, message):
+    """Offline Hub, a missing file and a malformed word, as the command reports them."""
+    if not HF_HUB_OFFLINE:
+        pytest.skip("needs HF_HUB_OFFLINE=1, so that no test reaches the Hub")
+    with pytest.raises(SystemExit, match=f"^prepare_data: .*{message}"):
+        main([*arguments, f"out={tmp_path / 'out'}"])
