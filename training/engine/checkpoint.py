@@ -62,9 +62,9 @@ def save_checkpoint(
     weights: dict[str, torch.Tensor],
     optimizer_state: dict[str, dict[str, torch.Tensor]],
     trainer_state: dict[str, Any],
-    keep_last: int,
+    keep_last: int | None,
 ) -> Path:
-    """Writes the checkpoint that continues at `step`, then removes all but the newest `keep_last`.
+    """Writes the checkpoint that continues at `step`, then removes all but the newest `keep_last` (None keeps all).
 
     Args:
         weights: parameter name -> tensor.
@@ -99,7 +99,8 @@ def save_checkpoint(
         raise CheckpointError(
             f"The checkpoint of step {step} could not be written to {folder}: {error}. Earlier checkpoints are intact."
         ) from error
-    for old in list_checkpoints(run_dir)[:-keep_last]:
+    superseded = list_checkpoints(run_dir)[:-keep_last] if keep_last is not None else []
+    for old in superseded:
         shutil.rmtree(old)
     return final
 
