@@ -234,7 +234,8 @@ class LoopedAttention(nn.Module):
         # CODEPATH: Qwen3-like checkpoints
         if self.config.qk_norm == "before_rope":
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
-        cos, sin = position_embeddings
+        # unlike Llama: in the dtype of the queries, so that under autocast the rotation is not in fp32, as in the paper
+        cos, sin = (table.to(query_states.dtype) for table in position_embeddings)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
         # CODEPATH: the paper's checkpoints; unlike Qwen3, the norm comes after the rotation
         if self.config.qk_norm == "after_rope":
