@@ -323,7 +323,7 @@ def _check_shapes(shapes: dict[str, tuple[int, ...]], config: LoopedConfig, sour
         if shapes[name][:1] not in ((config.vocab_size,), (padded,)):
             raise ValueError(
                 f"{source}: {name} has shape {shapes[name]}, whose rows do not fit vocab_size={config.vocab_size} "
-                f"(padded to {padded}). Pass the vocabulary size of the tokenizer that it was trained with."
+                f"(padded to {padded}). Give the tokenizer, or its vocabulary size, of the training."
             )
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
