@@ -1,0 +1,1 @@
+"""Metric modules for Hugging Face `evaluate`, loadable by path without network."""

@@ -1,0 +1,1 @@
+"""Centered accuracy: `evaluate.load("eval/metrics/centered_accuracy")`."""
