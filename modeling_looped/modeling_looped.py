@@ -234,7 +234,7 @@ class LoopedAttention(nn.Module):
         # CODEPATH: Qwen3-like checkpoints
         if self.config.qk_norm == "before_rope":
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
-        # unlike Llama: in the dtype of the queries, so that under autocast the rotation is not in fp32, as in the paper
+        # unlike Llama: tables in the dtype of the queries, as in the paper, so that autocast does not rotate in fp32
         cos, sin = (table.to(query_states.dtype) for table in position_embeddings)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
         # CODEPATH: the paper's checkpoints; unlike Qwen3, the norm comes after the rotation
@@ -354,6 +354,14 @@ class LoopedPreTrainedModel(PreTrainedModel):
         # above for attention, MLP and head. `_init_weights` only uses functions that spare loaded weights.
         super()._initialize_weights(module)
 
+    def executed_schedule(self, num_loops: int | None = None) -> list[int]:
+        """`config.schedule(num_loops)`, cut short while `assistant_early_exit` drafts with the first blocks alone."""
+        schedule = self.config.schedule(num_loops)
+        # CODEPATH: any checkpoint; generate lowers config.num_hidden_layers while it drafts
+        if self.config.num_hidden_layers < len(self.config.schedule()):
+            schedule = schedule[: self.config.num_hidden_layers]
+        return schedule
+
     def save_pretrained(self, save_directory, *args, **kwargs):
         # transformers maps only the class that is saved; a checkpoint of ours loads by every Auto class, and the map
         # names the code beside the weights, not the repository that they came from.
@@ -433,7 +441,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         num_loops = self.config.num_loops if num_loops is None else num_loops
-        schedule = self.config.schedule(num_loops)
+        schedule = self.executed_schedule(num_loops)
         if not torch.compiler.is_compiling():
             refuse_misspelt_keywords(kwargs)
             if self.config.tie_core and num_loops > self.config.num_loops:
@@ -441,9 +449,6 @@ class LoopedModel(LoopedPreTrainedModel):
                     f"Running {num_loops} passes of a core whose config says {self.config.num_loops}: it may not have "
                     f"been trained for that many."
                 )
-        # CODEPATH: any checkpoint under assistant_early_exit, which lowers config.num_hidden_layers for a while
-        if self.config.num_hidden_layers < len(self.config.schedule()):
-            schedule = schedule[: self.config.num_hidden_layers]
 
         if inputs_embeds is None:
             inputs_embeds: torch.Tensor = self.embed_tokens(input_ids)
@@ -601,10 +606,18 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        num_loops = model_kwargs.get("num_loops")
         cache = model_kwargs.get("cache")
-        if num_loops is not None and isinstance(cache, Cache):
-            fit_cache(cache, len(self.config.schedule(num_loops)))
+        if not isinstance(cache, Cache):
+            return
+        fit_cache(cache, len(self.executed_schedule(model_kwargs.get("num_loops"))))
+        # A prompt without a new token would be run a second time, behind itself. generate drops a mask of ones.
+        attention_mask, cached = model_kwargs.get("attention_mask"), cache.get_seq_length()
+        prompt_length = generation_config._mask_length if attention_mask is None else attention_mask.shape[-1]
+        if 0 < prompt_length <= cached:
+            raise ValueError(
+                f"The cache holds {cached} tokens and the prompt has {prompt_length}: pass the whole text, cached and "
+                f"new, with at least one new token, or shorten the cache by `cache.crop`."
+            )
 
 
 class LoopedForSequenceClassification(GenericForSequenceClassification, LoopedPreTrainedModel): ...
