@@ -56,22 +56,18 @@ def words(**given) -> list[str]:
     return [f"{name}={value}" for name, value in given.items()]
 
 
-def command(*arguments: str, cache: Path, **environment) -> subprocess.Popen:
-    environment = os.environ | {"LOOPED_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1"} | environment
-    return subprocess.Popen(
-        [sys.executable, "-m", "training.prepare_data", *arguments],
+def run(*arguments: str, **environment: str) -> str:
+    """Run Python from the root, as a user does; its standard output."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
+        capture_output=True,
         text=True,
+        timeout=240,
     )
-
-
-def finish(process: subprocess.Popen) -> str:
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    return output
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -100,14 +96,13 @@ def test_pools_hold_every_document_once(corpus, cache, tmp_path):
     assert ValidationLoader(data.validation, 128).num_windows == data.validation.num_tokens // 129
 
 
-KILLED_EVERYWHERE = """
+# Children are forks of one process that has imported everything, so that each costs only its own work.
+KILLED = """
 import os, signal, sys
 from training.prepare_data import main
 
-arguments, last = sys.argv[2:], int(sys.argv[1])
-
-def run_killed(number):
-    '''One process that runs the command and is killed before it renames its file number `number`.'''
+def run_killed(arguments, number):
+    '''Run the command in a child that is killed before its rename number `number`; whether it came to that.'''
     child = os.fork()
     if child == 0:
         count = 0
@@ -122,19 +117,34 @@ def run_killed(number):
         os.replace, os.rename = killing(os.replace), killing(os.rename)
         main(arguments)
         os._exit(0)
-    return os.waitpid(child, 0)[1] == signal.SIGKILL
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    return status == signal.SIGKILL
 
-out = next(word for word in arguments if word.startswith("out="))
-if last:
-    for number in range(1, last + 1):
-        arguments = [word for word in sys.argv[2:] if word != out] + [f"{out}-{number}"]
-        assert run_killed(number), number
-        assert not run_killed(0), number
-else:
-    runs = 1
-    while run_killed(4):
-        runs += 1
-    print(runs)
+out, num_renames, *arguments = sys.argv[1:]
+for number in range(1, int(num_renames) + 1):
+    assert run_killed([*arguments, f"out={out}/{number}"], number), number
+    assert not run_killed([*arguments, f"out={out}/{number}"], 0), number
+num_runs = 1
+while run_killed([*arguments, f"out={out}/again"], 4):
+    num_runs += 1
+os.write(1, str(num_runs).encode())
+os._exit(0)
+"""
+
+RACED = """
+import os, sys
+from training.prepare_data import main
+
+children = []
+for out, parallelism in zip(sys.argv[1:4], ("true", "true", "false")):
+    if (child := os.fork()) == 0:
+        os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+        main([*sys.argv[4:], f"out={out}"])
+        os._exit(0)
+    children.append(child)
+statuses = [os.waitpid(child, 0)[1] for child in children]
+assert statuses == [0, 0, 0], statuses
 os._exit(0)
 """
 
@@ -142,38 +152,25 @@ os._exit(0)
 def test_a_killed_preparation_ends_in_the_same_bytes(corpus, cache, tmp_path):
     """kill -9 before each rename there is, then the same command again; and killed over and over, one shard a run."""
     arguments = {**options(corpus, tmp_path / "straight"), "max_documents": 50, "shard_tokens": 15000}
-    finish(command(*words(**arguments), cache=cache))
+    run("-m", "training.prepare_data", *words(**arguments))
     straight = contents(tmp_path / "straight")
     num_shards = sum(name.endswith(".bin") for name in straight)
     assert num_shards >= 3
     # plan, tokenizer folder, three files a shard, two manifests: every rename of a preparation
     num_renames = 1 + 1 + 3 * num_shards + 2
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    for last, out in ((num_renames, "killed"), (0, "again")):
-        arguments["out"] = str(tmp_path / out)
-        output = subprocess.run(
-            [sys.executable, "-c", KILLED_EVERYWHERE, str(last), *words(**arguments)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert output.returncode == 0, output.stderr
-    for number in range(1, num_renames + 1):
-        assert contents(tmp_path / f"killed-{number}") == straight, number
-    assert contents(tmp_path / "again") == straight
-    assert int(output.stdout.split()[-1]) >= num_shards
+    del arguments["out"]
+    num_runs = run("-c", KILLED, str(tmp_path / "killed"), str(num_renames), *words(**arguments)).split()[-1]
+    assert int(num_runs) >= num_shards
+    for name in [*range(1, num_renames + 1), "again"]:
+        assert contents(tmp_path / "killed" / str(name)) == straight, name
 
 
 def test_processes_that_race_end_in_the_same_files(corpus, cache, tmp_path):
     """Three at once with an empty cache: two on one folder, one elsewhere with another number of threads."""
-    racers = [
-        command(*words(**options(corpus, tmp_path / out)), cache=cache, TOKENIZERS_PARALLELISM=parallel)
-        for out, parallel in (("one", "true"), ("one", "true"), ("two", "false"))
-    ]
-    outputs = [finish(racer) for racer in racers]
-    assert outputs[0] == outputs[1]
+    arguments = options(corpus, tmp_path)
+    del arguments["out"]
+    folders = [tmp_path / name for name in ("one", "one", "two")]
+    run("-c", RACED, *map(str, folders), *words(**arguments))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     TokenPool(tmp_path / "one" / "train", verify=True)
     assert len(list((cache / "tokenizers").iterdir())) == 1
@@ -193,6 +190,14 @@ def test_second_call_opens_what_is_there(corpus, cache, tmp_path, monkeypatch):
     tokenizer.write_text(tokenizer.read_text() + "\n")
     with pytest.raises(ValueError, match="tokenizer.json is not the tokenizer"):
         open_prepared(tmp_path / "out")
+
+
+def test_a_failed_first_try_does_not_block_the_folder(corpus, cache, tmp_path):
+    given = options(corpus, tmp_path / "out")
+    with pytest.raises(ValueError, match="fell into validation"):
+        prepare(**given | {"validation_fraction": 1e-9, "vocab_size": 260}, progress=False)
+    tokenizer = load_tokenizer(prepare(**given, progress=False).tokenizer_folder)
+    assert len(tokenizer) == given["vocab_size"]
 
 
 def test_default_folder_is_named_after_its_contents(corpus, cache, tmp_path):

@@ -8,40 +8,28 @@ Writes OUT/tokenizer, OUT/val and OUT/train. A stopped preparation, also one tha
 the same command is given again. `python -m training.prepare_data --help` lists the sources and all options.
 """
 
-import json
+import inspect
 import sys
-from typing import Any
 
+from training.config import parse_overrides
 from training.data.preparation import PrepareConfig, prepare
-from training.data.sources import SOURCES
+from training.data.sources import SOURCES, Source
 
 __all__ = ["main", "prepare"]
 
 
-def parse_overrides(arguments: list[str]) -> dict[str, Any]:
-    """key=value words to a dict; values are JSON where they parse as JSON, else text."""
-    options: dict[str, Any] = {}
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if not equals or not name:
-            raise ValueError(f"argument {argument!r} is not of the form key=value, as in source=stdlib")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
-    return options
-
-
 def main(arguments: list[str]) -> None:
     if arguments in (["--help"], ["-h"], ["help"]):
-        print(f"{__doc__}\n{PrepareConfig.__doc__}")
-        for name, source_class in SOURCES.items():
-            print(f"source={name}\n    {source_class.__doc__}")
+        print(__doc__)
+        for name, described in {"options": PrepareConfig, "options of every source": Source, **SOURCES}.items():
+            print(f"{name}: {inspect.getdoc(described)}\n")
         return
     try:
         data = prepare(**parse_overrides(arguments))
     except (ValueError, OSError) as error:
         sys.exit(f"prepare_data: {error}")
+    except KeyboardInterrupt:
+        sys.exit("prepare_data: stopped; the same command goes on from here")
     print(f"tokenizer  {data.tokenizer_folder}")
     for name, pool in (("validation", data.validation), ("train", data.train)):
         if pool is not None:

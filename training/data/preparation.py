@@ -197,19 +197,24 @@ def _cache_folder(plan: dict[str, Any]) -> Path:
 
 
 def _claim(folder: Path, plan: dict[str, Any]) -> None:
-    """Write the plan into a new folder; refuse a folder that was begun with another plan."""
+    """Write the plan into a new folder; refuse a folder that holds tokens of another plan."""
     path = folder / "plan.json"
+    names = ("train", "val", "tokenizer")
     if path.exists():
         found = json.loads(path.read_text())
-        if found != plan:
+        if found == plan:
+            return
+        if any(folder.glob("*/shard-*.json")):
             changed = [f"{name}: {old} there, {new} now" for name, old, new in _differences(found, plan)]
             raise ValueError(
                 f"{folder} holds data of other options ({'; '.join(changed)}). Give another out=, or delete {folder}"
             )
-    elif any((folder / name).exists() for name in ("train", "val", "tokenizer")):
+        # Begun, but without a single whole shard: a first try that failed stands in nobody's way.
+        for name in names:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    elif any((folder / name).exists() for name in names):
         raise ValueError(f"{folder} has train, val or tokenizer but no plan.json: give another out=, or delete them")
-    else:
-        replace_json(path, plan)
+    replace_json(path, plan)
 
 
 def _differences(found: dict[str, Any], plan: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
