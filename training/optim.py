@@ -98,7 +98,7 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
     roles_of_tensor: dict[int, set[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
-            role = _role(module_name.rpartition(".")[2], module, name, parameter)
+            role = _role(module, f"{module_name}.{name}", parameter)
             roles_of_tensor.setdefault(id(parameter), set()).add(role)
     roles = {}
     for name, parameter in model.named_parameters():
@@ -107,17 +107,17 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
     return roles
 
 
-def _role(module_name: str, module: nn.Module, name: str, parameter: torch.Tensor) -> str:
+def _role(module: nn.Module, path: str, parameter: torch.Tensor) -> str:
+    # Any part of the path, so that a wrapper inside or around the module changes nothing
+    parts = path.split(".")
     if parameter.ndim < 2 or min(parameter.shape[-2:]) == 1:
         return "scalar"
-    if module_name == "embed_tokens" or isinstance(module, nn.Embedding):
+    if "embed_tokens" in parts or isinstance(module, nn.Embedding):
         return "embedding"
-    if module_name == "lm_head":
+    if "lm_head" in parts:
         return "head"
     if parameter.ndim > 3:
-        raise ValueError(
-            f"parameter {module_name}.{name} has shape {tuple(parameter.shape)}; roles go up to 3 dimensions"
-        )
+        raise ValueError(f"parameter {path} has shape {tuple(parameter.shape)}; roles go up to 3 dimensions")
     return "matrix"
 
 
