@@ -1,4 +1,4 @@
-# Each target sets up what it needs in .venv first, so that a fresh machine needs Python >= 3.10 and make, nothing else.
+# Each target sets up what it needs in .venv first, so that a fresh machine needs Python >= 3.11 and make, nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,6 +8,8 @@ RUNS := runs/demo
 
 # torch goes first: everything else then takes the build that is there
 $(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'Python >= 3.11 is needed (transformers 5.24 asks for it): make PYTHON=/path/to/python3.11'; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
