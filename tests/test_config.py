@@ -2,6 +2,7 @@ import dataclasses
 import re
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
 
 from modeling_looped.growth import GROWTH_OPERATORS
 from modeling_looped.variants import VARIANTS
@@ -95,7 +96,8 @@ def test_words_that_are_no_override(words, message):
         ("data.options.paths=corpus", "data.options.paths is unknown"),
         ("optimizer.nesterov=false", "Did you mean optimizer.options.nesterov?"),
         ("optimizer.options.matrix_lr=0.1", "set by optimizer.matrix_lr"),
-        ("data.source=pile", "must be one of stdlib, text, hub"),
+        ("data.source=pile", "data.source='pile' must be one of stdlib, text, hub"),
+        ("optimizer.name=muno", "optimizer.name='muno' must be one of muon_adamw"),
         ("growth=4", "growth=4 must be a section"),
     ],
 )
@@ -254,6 +256,13 @@ def test_the_demos_differ_in_their_variants_recipe_alone():
     for section in ("model", "data", "budget", "training"):
         assert demo[section] == baseline[section]
     assert demo["budget"]["flops"] is not None
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "launch").glob("*.yaml")), ids=lambda path: path.stem)
+def test_launch_files_describe_machines_and_accelerate_reads_them(path):
+    config = load_config_from_file(str(path))
+    assert config.num_processes % config.num_machines == 0
+    assert config.mixed_precision is None, "precision is the recipe's"
 
 
 def test_optimizer_fields_have_the_names_of_the_optimizer():

@@ -21,7 +21,7 @@ import yaml
 
 from modeling_looped import LoopedConfig
 from training.data.sources import SOURCES
-from training.optim import OptimizerSettings
+from training.optim import OPTIMIZERS, OptimizerSettings
 from training.recipe_yaml import line_of, parse_value, read_mapping
 from training.values import (
     Count,
@@ -238,8 +238,12 @@ class Recipe(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.data.source not in SOURCES:
-            raise RecipeError(f"data.source={self.data.source!r} must be one of {', '.join(SOURCES)}")
+        for where, value, allowed in (
+            ("data.source", self.data.source, SOURCES),
+            ("optimizer.name", self.optimizer.name, OPTIMIZERS),
+        ):
+            if value not in allowed:
+                raise RecipeError(f"{where}={value!r} must be one of {', '.join(allowed)}")
         for path, (allowed, elsewhere) in _open_fields(self.data.source).items():
             section, name = path.split(".")
             for key in getattr(getattr(self, section), name):
