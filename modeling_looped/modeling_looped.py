@@ -616,7 +616,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         if 0 < prompt_length <= cached:
             raise ValueError(
                 f"The cache holds {cached} tokens and the prompt has {prompt_length}: pass the whole text, cached and "
-                f"new, with at least one new token, or shorten the cache by `cache.crop`."
+                f"new, with at least one new token, or shorten the cache by `cache.crop(-n)`."
             )
 
 
