@@ -110,7 +110,7 @@ def read_paper_settings(final_pt: str | Path, result_json: str | Path | None = N
     given = {name: value for name, value in checkpoint.items() if not isinstance(value, (dict, torch.Tensor))}
     args = checkpoint.get("args") or {}
     given |= {name: value for name, value in args.items() if value is not None}
-    measured = read_result(result_json) if result_json is not None else {}
+    measured = read_json_object(result_json) if result_json is not None else {}
 
     settings = {}
     for name in (*REQUIRED_SETTINGS, *BOUNDARY_SETTINGS, *SECTION_SETTINGS, *OPTIONAL_SETTINGS, *FIXED_SETTINGS):
@@ -149,15 +149,15 @@ def read_paper_settings(final_pt: str | Path, result_json: str | Path | None = N
     return settings
 
 
-def read_result(result_json: str | Path) -> dict[str, Any]:
-    """The content of a result.json; raises ValueError, naming the file, where it is not a JSON object."""
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """The content of a JSON file; raises ValueError, naming the file, where it is not a JSON object."""
     try:
-        result = json.loads(Path(result_json).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{result_json} is not a JSON file: {error}.") from error
-    if not isinstance(result, dict):
-        raise ValueError(f"{result_json} holds a JSON {type(result).__name__}, expected an object of settings.")
-    return result
+        raise ValueError(f"{path} is not a JSON file: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a JSON {type(content).__name__}, expected an object.")
+    return content
 
 
 def paper_config(
@@ -364,7 +364,7 @@ def _load(final_pt: Path, mmap: bool) -> dict[str, Any]:
         raise FileNotFoundError(f"There is no file {final_pt}.")
     try:
         checkpoint = torch.load(final_pt, map_location="cpu", weights_only=True, mmap=mmap)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).split("\n")[0][:200]
         raise ValueError(f"{final_pt} cannot be read: it is cut, damaged or foreign ({reason}).") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("args") or {}, dict):

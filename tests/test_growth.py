@@ -18,17 +18,11 @@ ASSET = Path(__file__).parent / "assets" / "growth" / "growth.json"
 UNTIED = {"tie_core": False, "num_loops": 2}
 
 
-def paper_blocks(layout):
-    """(config fields, K before, K after, (new block, source block) pairs in our stored order) of one of its layouts.
-
-    The paper stores all cores from the start; ours stores those that exist, so that its coda has other indices.
-    """
-    prelude, core, coda = layout["sections"]
-    fields = {"num_prelude_blocks": prelude, "num_core_blocks": core, "num_coda_blocks": coda}
-    return fields, [tuple(pair) for pair in layout["block_copies_dst_src"]]
-
-
 def layouts():
+    """name -> (sections, K before, K after, [new block, source block] pairs) of the paper's code.
+
+    It stores all cores from the start, so that only the indices of its coda are not those of our stored order.
+    """
     said = json.loads(ASSET.read_text())
     found = {}
     for name, layout in said["other_patterns"].items():
