@@ -558,7 +558,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
 
         >>> model = AutoModelForCausalLM.from_pretrained("exports/untied-grow", trust_remote_code=True)
-        >>> tokenizer = AutoTokenizer.from_pretrained("exports/untied-grow")
+        >>> tokenizer = AutoTokenizer.from_pretrained("exports/untied-grow", trust_remote_code=True)
         >>> inputs = tokenizer("def main():", return_tensors="pt")
         >>> tokens = model.generate(**inputs, max_new_tokens=30, num_loops=2)
         ```"""

@@ -3,7 +3,9 @@
 The tiny variants are written out here, not built by `modeling_looped.variants`, so that the model's tests stand alone.
 """
 
+import json
 import os
+import random
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -95,3 +97,56 @@ def reference_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"reference data not found at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A few files of text made of a small vocabulary, with something to learn in it."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = ["loop", "core", "pass", "grow", "norm", "state", "prelude", "coda", "\n", "= 1", "+ 2"]
+    for index in range(40):
+        text = " ".join(draw.choices(words, weights=range(1, len(words) + 1), k=300))
+        (folder / f"{index:02d}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def words(corpus, tmp_path_factory):
+    """Function (run_dir, **changes) -> words of the command line for a tiny run that grows at step 6."""
+    data = tmp_path_factory.mktemp("data")
+
+    def make(run_dir, recipe="demo", **changes):
+        settings = {
+            "depth": 3, "model.width_ratio": 16, "model.head_dim": 16, "model.sequence_length": 32,
+            "data.source": "text", "data.options.paths": str(corpus), "data.options.validation_fraction": 0.3,
+            "data.out": str(data / "prepared"),
+            "data.vocab_size": 300, "data.validation_tokens": 600,
+            "optimizer.lr_exponent": 0.0, "schedule.warmup_steps": 2, "schedule.ramp_steps": 2, "growth.fraction": 0.5,
+            "budget.steps": 12, "budget.tokens_per_step": 256, "budget.micro_batch_size": 8,
+            "training.run_dir": str(run_dir), "training.log_every_steps": 1, "training.eval_every_steps": 4,
+            "training.save_every_steps": 4, "training.keep_last": 10, **changes,
+        }  # fmt: skip
+        if recipe == "demo-vanilla":
+            settings = {key: value for key, value in settings.items() if not key.startswith("growth.")}
+        return [recipe, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_to_the_end():
+    """Function (words) -> run_dir, after training.pretrain has run there in this process."""
+    from training import pretrain  # the model's own tests need nothing of training
+
+    def run(words) -> Path:
+        assert pretrain.main(words) == 0
+        return next(Path(json.loads(word.split("=", 1)[1])) for word in words if word.startswith("training.run_dir="))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def straight(words, run_to_the_end, tmp_path_factory) -> Path:
+    """The run_dir of the undisturbed tiny run that others are compared with."""
+    return run_to_the_end(words(tmp_path_factory.mktemp("straight") / "run"))

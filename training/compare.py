@@ -37,26 +37,26 @@ def read_run(run_dir: Path) -> tuple[dict, list[dict]]:
 
 
 def print_table(runs: list[tuple[dict, list[dict]]], console: Console) -> None:
-    """One row a run, with the difference in loss to the first one."""
+    """One column a run, with the difference in loss to the first one."""
     table = Table(title="runs at their end; losses in nats per token", title_justify="left")
-    for name in ("run", "loss", "difference", "stored", "K", "grown at", "FLOPs", "tokens", "seconds", "tokens/s"):
-        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
-    baseline = runs[0][0]["validation_loss"]
+    table.add_column("", no_wrap=True)
     for results, _ in runs:
-        loss = results["validation_loss"]
-        comparable = loss is not None and baseline is not None
-        table.add_row(
-            f"{results['variant']} d{results['depth']}",
-            "none" if loss is None else f"{loss:.4f}",
-            f"{loss - baseline:+.4f}" if comparable else "",
-            f"{results['stored_parameters'] / 1e6:.2f}M",
-            str(results["num_loops"]),
-            ", ".join(f"step {growth['step']}" for growth in results["growths"]) or "never",
-            f"{results['training_flops']:.2e}",
-            f"{results['tokens']:,}",
-            f"{results['training_seconds']:.0f}",
-            f"{results['tokens_per_second']:,.0f}",
-        )
+        table.add_column(f"{results['variant']} d{results['depth']}", justify="right", no_wrap=True)
+    losses = [results["validation_loss"] for results, _ in runs]
+    rows = {
+        "validation loss": ["none" if loss is None else f"{loss:.4f}" for loss in losses],
+        "difference": ["" if None in (loss, losses[0]) else f"{loss - losses[0]:+.4f}" for loss in losses],
+        "stored parameters": [f"{results['stored_parameters']:,}" for results, _ in runs],
+        "passes (K)": [str(results["num_loops"]) for results, _ in runs],
+        "grown at step": [", ".join(str(g["step"]) for g in results["growths"]) or "never" for results, _ in runs],
+        "steps": [f"{results['num_steps']:,}" for results, _ in runs],
+        "tokens": [f"{results['tokens']:,}" for results, _ in runs],
+        "training FLOPs": [f"{results['training_flops']:.3e}" for results, _ in runs],
+        "wall time, s": [f"{results['training_seconds']:.0f}" for results, _ in runs],
+        "tokens/s": [f"{results['tokens_per_second']:,.0f}" for results, _ in runs],
+    }
+    for name, values in rows.items():
+        table.add_row(name, *values)
     console.print(table)
 
 

@@ -45,7 +45,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, prompt, new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 inputs = tokenizer(prompt, return_tensors="pt")
 with torch.no_grad():

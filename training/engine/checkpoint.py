@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from modeling_looped import LoopedConfig
@@ -94,7 +95,7 @@ def save_checkpoint(
         shutil.rmtree(final, ignore_errors=True)  # a checkpoint of the same step from before a crash
         os.replace(temporary, final)
         _fsync(folder)
-    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own RuntimeError subclass
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"The checkpoint of step {step} could not be written to {folder}: {error}. Earlier checkpoints are intact."

@@ -60,10 +60,12 @@ def finish(accelerator: Accelerator) -> None:
     gloo's threads sometimes abort the interpreter's own teardown after all work is done (exit code -6), so the
     process group is destroyed, output flushed, and the process left without that teardown.
     """
+    on_gloo = accelerator.num_processes > 1 and accelerator.device.type == "cpu"
     accelerator.wait_for_everyone()
-    accelerator.end_training()
-    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
-        dist.destroy_process_group()
+    accelerator.end_training()  # closes the trackers, and the process group of most launches
+    if on_gloo:
+        if dist.is_initialized():
+            dist.destroy_process_group()
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -68,7 +68,7 @@ class Trainer:
         recipe = plan.recipe
         self.plan, self.recipe, self.data, self.accelerator, self.run_dir = plan, recipe, data, accelerator, run_dir
         self.step = 0
-        self.tokens_per_step = recipe.budget.tokens_per_step
+        self.tokens_per_step = plan.tokens_per_step
         self.elapsed_seconds = 0.0
         self.validation: list[dict[str, float]] = []
         self.growths: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ class Trainer:
             recipe.training.seed,
             token_limit=plan.train_tokens,
         )
-        self.num_micro_steps = plan.accumulation_steps(accelerator.num_processes)
+        self.num_micro_steps = self.loader.num_micro_steps(accelerator.num_processes, recipe.budget.micro_batch_size)
         self.validation_loader = None
         if data.validation is not None:
             self.validation_loader = ValidationLoader(
@@ -93,8 +93,7 @@ class Trainer:
             self._install(LoopedForCausalLM(plan.config))
         if accelerator.is_main_process:
             # fp32 weights and up to three optimizer tensors of their size, for each checkpoint kept and one in writing
-            num_parameters = plan.grown_stored_parameters or plan.stored_parameters
-            bytes_needed = 4 * 4 * num_parameters * ((recipe.training.keep_last or 1) + 1)
+            bytes_needed = 4 * 4 * plan.final_stored_parameters * ((recipe.training.keep_last or 1) + 1)
             check_run_dir(run_dir, bytes_needed)
 
     def train(self) -> dict[str, Any]:
@@ -196,7 +195,7 @@ class Trainer:
         record = {
             "step": self.step + 1,
             "tokens": (self.step + 1) * self.tokens_per_step,
-            "flops": self.plan.flops_at(self.step + 1),
+            "flops": self._flops_at(self.step + 1),
             "loss": mean_loss,
             "lr_factor": factor,
             "momentum": momentum,
@@ -281,7 +280,7 @@ class Trainer:
         if training.compile:
             for layer in self.model.model.layers:  # block by block: one graph serves all blocks and every K
                 layer.compile()
-        self.optimizer = build_optimizer(self.model, self.plan.optimizer_settings(), self.recipe.optimizer.name)
+        self.optimizer = build_optimizer(self.model, self.plan.optimizer_settings, self.recipe.optimizer.name)
         self.network = self.accelerator.prepare_model(self.model)
 
     def _loss(self, network: torch.nn.Module, batch: Batch, num_items_in_batch: int | None = None) -> torch.Tensor:
@@ -297,6 +296,14 @@ class Trainer:
                 num_items_in_batch=num_items_in_batch,
             ).loss
 
+    def _flops_at(self, step: int) -> int:
+        """Training FLOPs of the first `step` steps: each phase at its own cost per token."""
+        before = step if self.plan.growth_step is None else min(step, self.plan.growth_step)
+        flops = before * self.plan.flops_per_token
+        if step > before:
+            flops += (step - before) * self.plan.grown_flops_per_token
+        return flops * self.tokens_per_step
+
     def _due(self, every: int | None) -> bool:
         return self.step == self.plan.num_steps or (every is not None and self.step % every == 0)
 
@@ -310,7 +317,7 @@ class Trainer:
             "seed": self.recipe.training.seed,
             "num_steps": self.step,
             "tokens": self.step * self.tokens_per_step,
-            "training_flops": self.plan.flops_at(self.step),
+            "training_flops": self._flops_at(self.step),
             "stored_parameters": stored_parameters(config).total,
             "stored_blocks": config.num_stored_blocks,
             "executed_blocks": config.num_hidden_layers,
