@@ -25,7 +25,7 @@ SHARINGS = {
     "everything own": ("A", "E", "gamma"),
 }
 DECISIVE = 10.0  # difference of BIC (or of twice the log evidence) taken as settled
-UNDECIDED = 6.0
+SETTLED_CONSTANT = 2.0  # one spare parameter can cost log n at most, so a constant never wins by much
 
 
 @dataclass
@@ -208,7 +208,7 @@ def exponent_or_constant(candidates):
         return {"verdict": "undecided", "sentence": "Not every model could be fitted; no verdict."}
     change = constant.bic - min(exponent.bic, floor.bic)
     split = exponent.bic - floor.bic
-    if change < -UNDECIDED:
+    if change < -SETTLED_CONSTANT:
         verdict = "constant"
         sentence = "the arms differ by a constant factor of compute; exponents of their own add nothing"
     elif change < DECISIVE:

@@ -15,8 +15,9 @@ from modeling_looped.laws.fitting import FitRefused
 from modeling_looped.laws.minimise import derivatives, minimise, residuals
 
 _EXPONENT_RANGE = (0.002, 3.0)
-_STEPS = np.array([0.25, 0.5, 0.75, 1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 18.0, 35.0, 80.0, 200.0])
-MAX_HALF_WIDTH = 0.5
+_STEPS = np.array([0.5, 1.0, 1.5, 2.0, 2.5, 3.5, 5.0, 8.0, 15.0, 40.0, 150.0])
+_FLOOR_SHARES = np.array([0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.99])  # of the lowest loss
+MAX_HALF_WIDTH = {"exponent": 0.5, "floor": 0.2}  # of the estimate; wider is not identified
 MAX_FAILED_DRAWS = 0.05
 NARROW_SPAN = 30.0  # of N * T, below which a free L(N, T) rests on the shape of its optimum alone
 
@@ -38,11 +39,12 @@ class Profile:
     threshold: float
     values: np.ndarray = field(repr=False)
     statistic: np.ndarray = field(repr=False)
+    role: str = "exponent"
 
     @property
     def identified(self):
         half = 0.5 * (self.high - self.low)
-        return all(self.closed) and half <= MAX_HALF_WIDTH * abs(self.estimate)
+        return all(self.closed) and half <= MAX_HALF_WIDTH[self.role] * abs(self.estimate)
 
     def __str__(self):
         left = f"{self.low:.4g}" if self.closed[0] else f"below {self.low:.4g}"
@@ -70,13 +72,17 @@ def _natural(fit, name, value):
     return value
 
 
+def _is_floor(fit, name):
+    return name.split("[")[0] in (fit.law.floor, "E")
+
+
 def _range(fit, name):
     parameter = name.split("[")[0]
     if parameter == "phi":
         return -2.0, 3.0
     if parameter in fit.law.terms or (fit.law.curve is not None and parameter not in fit.law.curve.positive_exponents):
         lowest = fit.target.min()
-        if parameter == fit.law.floor or parameter == "E":
+        if _is_floor(fit, name):
             return lowest - np.log(100.0), lowest + 0.02
         return fit.theta[fit.model.names.index(name)] - 12.0, fit.theta[fit.model.names.index(name)] + 12.0
     return _EXPONENT_RANGE
@@ -100,19 +106,41 @@ def profile(fit, name, level=0.95):
     low, high = _range(fit, name)
     centre = fit.theta[index]
 
+    role = "floor" if _is_floor(fit, name) else "exponent"
+    centre = max(centre, low)
+    other_floors = [] if fit.law.floor is None else sorted(set(model.slots[fit.law.floor].values()) - {index})
+
     def statistic(at):
         followed = fit.theta + np.outer(at - centre, response)
         plain = np.tile(fit.theta, (len(at), 1))
-        starts = np.concatenate([followed, plain])
-        starts[:, index] = np.tile(at, 2)
+        starts = [followed, plain]
+        if other_floors:  # a floor that ran to zero is a trap: its log is flat there
+            lifted = plain.copy()
+            lifted[:, other_floors] = fit.target.min() - 0.5
+            starts.append(lifted)
+        count, starts = len(starts), np.concatenate(starts)
+        starts[:, index] = np.tile(at, count)
         with np.errstate(all="ignore"):
-            found = minimise(model, starts, fit.target, fit.weights, fit.objective_kind, fixed=[index])
-        least = np.fmin(found.objective[: len(at)], found.objective[len(at) :])
-        return 2 * (least - fit.objective) / max(scale, 1e-300)
+            found = minimise(
+                model,
+                starts,
+                fit.target,
+                fit.weights,
+                fit.objective_kind,
+                fixed=[index],
+                max_iterations=100,
+                tolerance=1e-6,
+            )
+        least = np.nanmin(found.objective.reshape(count, -1), axis=0)
+        return np.maximum(2 * (least - fit.objective) / max(scale, 1e-300), 0)
 
+    steps = [unit * _STEPS, unit * _STEPS]
+    if role == "floor":
+        shares = fit.target.min() + np.log(_FLOOR_SHARES) - centre
+        steps = [np.union1d(s, side * shares[side * shares > 0]) for side, s in zip((-1, 1), steps, strict=True)]
     sides = []
-    for side, bound in ((-1, low), (1, high)):
-        at = centre + side * unit * _STEPS
+    for side, bound, step in ((-1, low, steps[0]), (1, high, steps[1])):
+        at = centre + side * step
         at = at[(at > low) & (at < high)]
         sides.append(np.append(at, bound) if side * (bound - centre) > 0 else at)
     stats = statistic(np.concatenate(sides))
@@ -143,6 +171,7 @@ def profile(fit, name, level=0.95):
         float(threshold),
         _natural(fit, name, values[order]),
         stats[order],
+        role,
     )
 
 
@@ -280,10 +309,16 @@ def identification(fit, level=0.95):
         if not all(shape.closed):
             reason = "its profile is open: the runs do not bound it"
         elif not shape.identified:
-            reason = f"its {level:.0%} interval is wider than {2 * MAX_HALF_WIDTH:.0%} of its value"
+            reason = f"its {level:.0%} interval is wider than {2 * MAX_HALF_WIDTH[shape.role]:.0%} of its value"
         elif not reason and name in unsteady and abs(unsteady[name]["z"]) > 4:
             reason = f"{unsteady[name]['subset']} gives {unsteady[name]['value']:.4g} (z = {unsteady[name]['z']:.1f})"
         found[name] = Verdict(name, not reason, reason, shape)
+    if any(not v.identified and v.profile.role == "floor" for v in found.values()):
+        # an exponent moves with the irreducible loss: with that unknown, only a tight exponent stands
+        for name, v in found.items():
+            half = 0.5 * (v.profile.high - v.profile.low)
+            if v.identified and v.profile.role == "exponent" and half > 0.25 * abs(v.profile.estimate):
+                found[name] = Verdict(name, False, "the irreducible loss it moves with is not identified", v.profile)
     return found
 
 

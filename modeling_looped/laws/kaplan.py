@@ -162,7 +162,7 @@ def excess_steps(ratio, c):
     """S(N) / S(N_eff), appendix B.4."""
     x = np.asarray(ratio, float)
     inside = 1 + c["alpha_S"] / c["alpha_N"] * (1 - x ** -c["alpha_N"])
-    return np.where(inside > 0, np.maximum(inside, 1e-300) ** (-1 / c["alpha_S"]), np.nan)
+    return np.where(inside > 0, np.where(inside > 0, inside, 1.0) ** (-1 / c["alpha_S"]), np.nan)
 
 
 def smallest_ratio(c):

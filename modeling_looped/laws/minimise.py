@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_RELATIVE = 1e-11  # predicted decrease of the objective, relative to it, at which a problem is finished
+RELATIVE = 1e-11  # predicted decrease of the objective, relative to it, at which a problem is finished
 
 
 @dataclass
@@ -74,9 +74,10 @@ def _state(model, theta, target, weights, objective, free):
     return [f, np.einsum("bji,bj->bi", vector, gw), value, back @ vector]
 
 
-def minimise(model, theta, target, weights, objective, *, fixed=(), max_iterations=300):
+def minimise(model, theta, target, weights, objective, *, fixed=(), max_iterations=300, tolerance=RELATIVE):
     """Minimise sum_i weights_i objective(model_i - target_i) for each row of theta, in place of a loop over rows.
 
+    tolerance: predicted further decrease, relative to the objective, at which a problem is finished.
     target, weights: (n,) or (B, n). `fixed`: columns of theta that stay at their start (for profiles).
     """
     theta = np.array(theta, float)
@@ -97,7 +98,7 @@ def minimise(model, theta, target, weights, objective, *, fixed=(), max_iteratio
         curved = np.maximum(np.abs(value), 1e-10)
         decrement = 0.5 * (slope**2 / curved).sum(axis=1)
         relative = decrement / np.maximum(f, 1e-300)
-        finished = (decrement <= _RELATIVE * f + floor[live]) & np.isfinite(f)
+        finished = (decrement <= tolerance * f + floor[live]) & np.isfinite(f)
         final.objective[live], final.decrement[live], final.iterations[live] = f, relative, iteration
         final.converged[live] = finished
         if finished.any():
