@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from training.data.loader import ValidationLoader, WindowLoader
@@ -206,7 +207,30 @@ def test_default_folder_is_named_after_its_contents(corpus, cache, tmp_path):
     del given["out"]
     first = prepare(**given, progress=False)
     assert first.folder.is_relative_to(cache) and prepare(**given, progress=False).folder == first.folder
-    assert prepare(**given | {"train_tokens": 5000}, progress=False).folder != first.folder
+    assert prepare(**given | {"validation_tokens": 5000}, progress=False).folder != first.folder
+
+
+@pytest.mark.parametrize("in_cache", [False, True])
+def test_a_ladder_shares_the_data_of_its_largest_run(corpus, cache, tmp_path, in_cache):
+    given = options(corpus, tmp_path / "shared")
+    alone = prepare(**given | {"train_tokens": 20000, "out": str(tmp_path / "alone")}, progress=False)
+    if in_cache:
+        del given["out"]
+    large = prepare(**given, train_tokens=50000, progress=False)
+    small = prepare(**given, train_tokens=20000, progress=False)
+    assert small.folder == large.folder and small.train.num_tokens >= 50000 > alone.train.num_tokens
+    for step in (0, 3):
+        shared, own = (WindowLoader(data.train, 128, 8, 0, token_limit=20000).batch(step) for data in (small, alone))
+        assert torch.equal(shared.input_ids, own.input_ids)
+    if in_cache:
+        everything = prepare(**given, train_tokens=10**9, progress=False)
+        assert everything.folder != large.folder
+        assert prepare(**given, train_tokens=10**8, progress=False).folder == everything.folder
+        assert prepare(**given, progress=False).folder == everything.folder
+        assert prepare(**given, train_tokens=20000, progress=False).folder == large.folder
+    else:
+        with pytest.raises(ValueError, match="train_tokens: 50000 there, 1000000000 now"):
+            prepare(**given, train_tokens=10**9, progress=False)
 
 
 def test_token_limits_stop_at_a_document(corpus, cache, tmp_path):

@@ -50,7 +50,8 @@ class PrepareConfig:
         vocab_size: of a trained tokenizer (an upper bound: little text gives fewer tokens).
         tokenizer_chars: train the tokenizer on the first so many characters of the training documents.
         train_tokens, validation_tokens: stop a pool at the document that reaches this; null reads the source to its
-            end. Documents of the validation part beyond its limit are used in neither pool.
+            end. Documents of the validation part beyond its limit are used in neither pool. A finished folder with
+            more training tokens is taken as it is: give the loader the limit as its token_limit.
         shard_tokens: tokens per shard file: what a killed preparation loses at most.
     """
 
@@ -192,8 +193,38 @@ def _plan(config: PrepareConfig, source: Source) -> dict[str, Any]:
 
 
 def _cache_folder(plan: dict[str, Any]) -> Path:
-    key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:24]
-    return cache_dir() / "data" / f"{plan['source']['source']}-{key}"
+    """The folder for the plan; or, while there is none, the smallest one there that serves it."""
+    key = hashlib.sha256(json.dumps(_without_train_tokens(plan), sort_keys=True).encode()).hexdigest()[:24]
+    name = f"{plan['source']['source']}-{key}-"
+    exact = cache_dir() / "data" / f"{name}{plan['train_tokens'] or 'all'}"
+    if not exact.exists():
+        others = (path for path in exact.parent.glob(f"{name}*") if _serves(path, plan))
+        return min(others, key=_num_train_tokens, default=exact)
+    return exact
+
+
+def _without_train_tokens(plan: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in plan.items() if name != "train_tokens"}
+
+
+def _num_train_tokens(folder: Path) -> int:
+    return json.loads((folder / "train" / "manifest.json").read_text())["num_tokens"]
+
+
+def _serves(folder: Path, plan: dict[str, Any]) -> bool:
+    """Whether a folder was finished with this plan, or differs only in that training holds more tokens than asked for.
+
+    A pool of fewer tokens is the beginning of a pool of more, and a loader's token_limit cuts it there, so that the
+    runs of a ladder share the data of the largest. A pool that ends below its own limit has the whole source.
+    """
+    if not (folder / "train" / "manifest.json").exists() or not (folder / "plan.json").exists():
+        return False
+    found = json.loads((folder / "plan.json").read_text())
+    if _without_train_tokens(found) != _without_train_tokens(plan):
+        return False
+    held, wanted = found["train_tokens"], plan["train_tokens"]
+    has_all = held is None or _num_train_tokens(folder) < held
+    return has_all or (wanted is not None and wanted <= held)
 
 
 def _claim(folder: Path, plan: dict[str, Any]) -> None:
@@ -202,7 +233,7 @@ def _claim(folder: Path, plan: dict[str, Any]) -> None:
     names = ("train", "val", "tokenizer")
     if path.exists():
         found = json.loads(path.read_text())
-        if found == plan:
+        if found == plan or _serves(folder, plan):
             return
         if any(folder.glob("*/shard-*.json")):
             changed = [f"{name}: {old} there, {new} now" for name, old, new in _differences(found, plan)]
