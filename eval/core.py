@@ -2,7 +2,7 @@
 
     python -m eval.core MODEL                                  all 22 tasks; needs the bundle (python -m eval.bundle)
     python -m eval.core MODEL --task-set tiny                  the project's own small tasks, no download
-    accelerate launch --num_processes 2 -m eval.core MODEL     data-parallel, the same numbers
+    torchrun --nproc_per_node 2 -m eval.core MODEL             data-parallel, the same numbers (or accelerate launch)
 
 MODEL is an export folder, a run folder (its newest checkpoint) or a Hub name. Results go to
 `<output>` (default results/core-<model>.json); a killed run is taken up again by the same command.
@@ -30,7 +30,7 @@ from eval.aggregate import IncompleteError, aggregate, center, filtered_aggregat
 from eval.batching import SequenceStore, plan_batches
 from eval.bundle import file_hashes, open_data
 from eval.forward import prefix_sharing_problem
-from eval.models import DTYPES, describe_model, load_model
+from eval.models import DTYPES, check_num_loops, describe_model, load_model
 from eval.prompts import COMPAT, Encoder, Example, build_examples, order_rows
 from eval.report import RunProgress, results_table
 from eval.results import SCHEMA_VERSION, PartialResults, or_none, write_results
@@ -95,6 +95,8 @@ def evaluate_model(
     loaded = load_task_set(task_set)
     chosen = loaded.tasks if tasks is None else loaded.select(tasks)
     _check_choice("version", version, next(iter(loaded.tasks.values())).chance_percent)
+    if num_loops is not None:
+        check_num_loops(model, [num_loops])
     read = open_data(loaded, bundle)
     encoder = Encoder(tokenizer, bos_token)
     if context_length is None:

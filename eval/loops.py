@@ -17,17 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.bpb import DEFAULT_WINDOW, read_text, text_loss
 from eval.core import add_model_arguments, add_task_arguments, evaluate_model, load_from_arguments, task_arguments
-
-
-def check_num_loops(model: nn.Module, num_loops: list[int]) -> None:
-    """Raises ValueError unless the model is looped and can run every one of these numbers of passes."""
-    check = getattr(model.config, "check_num_loops", None)
-    if check is None:
-        raise ValueError(f"{model.config.model_type} is no looped model: it has no passes to vary.")
-    if not num_loops or len(set(num_loops)) != len(num_loops):
-        raise ValueError(f"num_loops must be distinct, and at least one; got {num_loops}.")
-    for number in num_loops:
-        check(number)
+from eval.models import check_num_loops
 
 
 def evaluate_loops(

@@ -78,6 +78,17 @@ def describe_model(model: nn.Module, name: str) -> dict:
     }
 
 
+def check_num_loops(model: nn.Module, num_loops: list[int]) -> None:
+    """Raises ValueError unless the model is looped and can run every one of these numbers of passes."""
+    check = getattr(model.config, "check_num_loops", None)
+    if check is None:
+        raise ValueError(f"{model.config.model_type} is no looped model: it has no passes to vary.")
+    if not num_loops or len(set(num_loops)) != len(num_loops):
+        raise ValueError(f"num_loops must be distinct, and at least one; got {num_loops}.")
+    for number in num_loops:
+        check(number)
+
+
 @torch.no_grad()
 def weights_fingerprint(model: nn.Module) -> str:
     """sha256 over every parameter's name, shape, dtype and 64 of its elements: other weights, other fingerprint."""
