@@ -216,6 +216,16 @@ def test_an_empty_text_file_is_refused(words, tmp_path, capsys):
     assert "empty" in capsys.readouterr().err
 
 
+def test_trackers_get_the_metrics(words, run_to_the_end, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir = run_to_the_end(words(tmp_path / "run", **{"training.trackers": ["tensorboard"]}))
+    files = [EventAccumulator(str(path)).Reload() for path in run_dir.rglob("events.out.tfevents.*")]
+    (tracked,) = (file for file in files if "loss" in file.Tags()["scalars"])  # another file holds the recipe
+    values = [scalar.value for scalar in tracked.Scalars("loss")]
+    assert values == pytest.approx(losses(run_dir), rel=1e-6)
+
+
 def test_another_recipe_does_not_continue_a_run(words, straight, capsys):
     assert pretrain.main(words(straight, **{"optimizer.matrix_lr": 0.01})) == 2
     assert "optimizer.matrix_lr was 0.04, now 0.01" in capsys.readouterr().err
