@@ -4,12 +4,13 @@
 
 Both models have the same blocks, width, heads, MLP, vocabulary and optimizer (torch.optim.AdamW, fused), read the same
 tokens and run the same way (eager, or every block compiled); steps of the two alternate, so that a busy machine slows
-both. FLOPs count the matrix products of blocks and head forward and backward and causal attention (modeling_looped.flops).
-The peak is the best of several square products in the same run. Prints one table; a ratio is ours / Llama's tokens/s.
+both. FLOPs count the matrix products of blocks and head, forward and backward, and causal attention. The peak is the
+best of several square products in the same run. Prints one table; a ratio is ours / Llama's tokens/s, medians.
 """
 
 import argparse
 import statistics
+import sys
 import time
 
 import torch
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.variants import build_config
+from training.engine.launch import keep_freed_memory
 
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 256
@@ -68,17 +70,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each model")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each model")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
+    keep_freed_memory()  # as in training; it serves both models
     peaks = {"fp32": matmul_peak(torch.float32), "bf16": matmul_peak(torch.bfloat16)}
-    table = Table(title=f"training step, {DEPTH} blocks, batch {BATCH_SIZE} x {SEQUENCE_LENGTH}, vocabulary {VOCAB_SIZE}")
+    shape = f"{DEPTH} blocks, {BATCH_SIZE} x {SEQUENCE_LENGTH} tokens, vocabulary {VOCAB_SIZE}"
+    table = Table(title=f"training step: {shape}")
     for name in ("hidden", "precision", "mode", "ours tok/s", "Llama tok/s", "ratio", "ours GFLOP/s", "% of peak"):
         table.add_column(name, justify="right")
     for hidden in arguments.hidden:
         for precision in arguments.precision:
             for mode in ("eager", "compiled"):
+                print(f"hidden {hidden}, {precision}, {mode} ...", file=sys.stderr, flush=True)
                 ours, llama, flops = race(hidden, precision, mode == "compiled", arguments.rounds)
                 tokens = BATCH_SIZE * SEQUENCE_LENGTH
                 table.add_row(
@@ -98,9 +103,8 @@ def race(hidden: int, precision: str, compiled: bool, rounds: int) -> tuple[floa
     torch._dynamo.reset()
     heads = hidden // 64
     config = build_config(
-        "vanilla", DEPTH, width_ratio=hidden // DEPTH if hidden % DEPTH == 0 else 128, head_dim=64,
-        vocab_size=VOCAB_SIZE, max_position_embeddings=SEQUENCE_LENGTH, hidden_size=hidden,
-        num_attention_heads=heads, intermediate_size=256 * -(-(8 * hidden // 3) // 256),
+        "vanilla", DEPTH, head_dim=64, vocab_size=VOCAB_SIZE, max_position_embeddings=SEQUENCE_LENGTH,
+        hidden_size=hidden, num_attention_heads=heads,
     )  # fmt: skip
     ours = LoopedForCausalLM(config)
     llama = LlamaForCausalLM(

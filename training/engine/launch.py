@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import platform
+import shutil
 import signal
 import sys
 from datetime import timedelta
@@ -61,6 +62,13 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile has what it needs on this machine: on a CPU that is a C++ compiler."""
+    if device.type != "cpu":
+        return True
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
 def describe(accelerator: Accelerator, precision: str) -> str:

@@ -29,7 +29,7 @@ from training.engine.checkpoint import (
     save_checkpoint,
     write_json,
 )
-from training.engine.launch import StopSignal
+from training.engine.launch import StopSignal, can_compile
 from training.engine.records import MetricsLog, Progress, provenance
 from training.optim import (
     build_optimizer,
@@ -111,6 +111,8 @@ class Trainer:
         progress = Progress(self.plan.num_steps, self.step, self.run_dir.name, self.accelerator.is_main_process)
         for line in describe_groups(self.optimizer):
             progress.say(line)
+        if training.compile and not can_compile(self.accelerator.device):
+            progress.say("no C++ compiler found: the blocks run uncompiled, slower and to the same losses")
         if self.step > 0:
             progress.say(f"resumed at step {self.step} of {self.plan.num_steps}, K={self.model.config.num_loops}")
         try:
@@ -277,7 +279,7 @@ class Trainer:
         self.model = model.to(self.accelerator.device)
         if training.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
-        if training.compile:
+        if training.compile and can_compile(self.accelerator.device):
             for layer in self.model.model.layers:  # block by block: one graph serves all blocks and every K
                 layer.compile()
         self.optimizer = build_optimizer(self.model, self.plan.optimizer_settings, self.recipe.optimizer.name)
