@@ -171,4 +171,11 @@ def sharded_muon_step(
 @functools.cache
 def compiled_muon_step() -> Callable:
     """`muon_step` under torch.compile: one graph for each shape, number of matrices and rule."""
-    return torch.compile(muon_step, dynamic=False)
+    compiled = torch.compile(muon_step, dynamic=False)
+
+    def step(*arguments, **numbers) -> None:
+        # Shapes, sizes of stacks and growth stages exceed the 8 graphs that dynamo allows a function
+        with torch._dynamo.config.patch(recompile_limit=64):
+            compiled(*arguments, **numbers)
+
+    return step

@@ -242,8 +242,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 step = compiled_muon_step() if compiled else muon_step
             limit = group["max_stack_elements"] or (2**21 if device.type == "cpu" else 2**28)
             for stack in _even_parts(entries, max(1, limit // (rows * cols))):
-                parameters, grads, buffers, *rest = (list(column) for column in zip(*stack, strict=True))
-                step(parameters, grads, buffers, rest[0] if rest else None, **arguments)
+                matrices, grads, buffers, *rest = (list(column) for column in zip(*stack, strict=True))
+                step(matrices, grads, buffers, rest[0] if rest else None, **arguments)
 
 
 def _number(value: float, device: torch.device) -> torch.Tensor:
