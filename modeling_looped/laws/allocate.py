@@ -87,7 +87,7 @@ def optimal(
     n = float(np.exp(log_n))
     t = float(tokens(n))
     limit = "compute"
-    if max_tokens is not None and t > max_tokens * (1 - 1e-9):
+    if max_tokens is not None and t > max_tokens * (1 - 1e-6):
         t, limit = float(max_tokens), "data"
     if "parameters" in limits and n > max_parameters * (1 - 1e-6):
         n, limit = float(max_parameters), "parameters" if limit == "compute" else "data and parameters"

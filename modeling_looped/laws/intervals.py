@@ -6,7 +6,7 @@ whose interval is open, or wider than it is large, is NOT identified, and its po
 Bootstraps refit all draws at once: 1,000 refits of 240 runs take about a second.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.stats import f as f_distribution
@@ -281,19 +281,20 @@ class Verdict:
     identified: bool
     reason: str
     profile: Profile
+    unstable: str = ""
 
     def __str__(self):
-        return str(self.profile).removesuffix("  NOT IDENTIFIED") + (
-            "" if self.identified else f"  NOT IDENTIFIED: {self.reason}"
-        )
+        text = str(self.profile).removesuffix("  NOT IDENTIFIED")
+        text += "" if self.identified else f"  NOT IDENTIFIED: {self.reason}"
+        return text + (f"  (unstable: {self.unstable})" if self.unstable else "")
 
 
 def identification(fit, level=0.95):
     """{name: Verdict} for the exponents and the irreducible loss.
 
     Not identified: an open or wide profile; any of them when a two-variable law was fitted to runs whose N * T spans
-    less than 30x (there E from 0 to 2.6 fits alike, depending on the subset); a parameter that a part of the runs
-    contradicts (`stability`).
+    less than 30x (there E from 0 to 2.6 fits alike, depending on the subset). `unstable` says when a quarter of the
+    runs carries the value (`stability`): the law bends, whatever its interval.
     """
     span_reason = ""
     columns = fit.model.columns
@@ -310,15 +311,19 @@ def identification(fit, level=0.95):
             reason = "its profile is open: the runs do not bound it"
         elif not shape.identified:
             reason = f"its {level:.0%} interval is wider than {2 * MAX_HALF_WIDTH[shape.role]:.0%} of its value"
-        elif not reason and name in unsteady and abs(unsteady[name]["z"]) > 4:
-            reason = f"{unsteady[name]['subset']} gives {unsteady[name]['value']:.4g} (z = {unsteady[name]['z']:.1f})"
-        found[name] = Verdict(name, not reason, reason, shape)
+        worst = unsteady.get(name)
+        unstable = ""
+        if worst and abs(worst["z"]) > 4:
+            unstable = f"{worst['subset']} it is {worst['value']:.4g}"
+        found[name] = Verdict(name, not reason, reason, shape, unstable)
     if any(not v.identified and v.profile.role == "floor" for v in found.values()):
         # an exponent moves with the irreducible loss: with that unknown, only a tight exponent stands
         for name, v in found.items():
             half = 0.5 * (v.profile.high - v.profile.low)
             if v.identified and v.profile.role == "exponent" and half > 0.25 * abs(v.profile.estimate):
-                found[name] = Verdict(name, False, "the irreducible loss it moves with is not identified", v.profile)
+                found[name] = replace(
+                    v, identified=False, reason="the irreducible loss it moves with is not identified"
+                )
     return found
 
 
