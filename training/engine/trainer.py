@@ -29,6 +29,7 @@ from training.engine.checkpoint import (
     save_checkpoint,
     write_json,
 )
+from training.engine.initialization import initialize_as_paper
 from training.engine.launch import StopSignal, can_compile
 from training.engine.records import MetricsLog, Progress, provenance
 from training.optim import (
@@ -90,7 +91,10 @@ class Trainer:
             self._restore(checkpoints[-1])
         else:
             torch.manual_seed(recipe.training.seed)
-            self._install(LoopedForCausalLM(plan.config))
+            model = LoopedForCausalLM(plan.config)
+            last = plan.config if plan.grown_config is None else plan.grown_config
+            initialize_as_paper(model, recipe.training.seed, last.num_stored_cores)
+            self._install(model)
         if accelerator.is_main_process:
             # fp32 weights and up to three optimizer tensors of their size, for each checkpoint kept and one in writing
             bytes_needed = 4 * 4 * plan.final_stored_parameters * ((recipe.training.keep_last or 1) + 1)
