@@ -15,9 +15,9 @@ def initialize_as_paper(model: LoopedForCausalLM, seed: int, num_drawn_cores: in
     """Draws the weights of `model` anew: after the seed the embedding, then block by block q, k, v, gate, up.
 
     Embedding rows of the padding to a multiple of 64 are drawn and dropped. Projections out of a block and the head
-    become zero (arXiv 2609.19107). The rows of q and k that rotate the other way round in the paper's code change sign,
-    as in `modeling_looped.upcycle`. Boundary operators and gains of norms keep what they have, and so does the whole
-    model where `uniform_init_scale` is None.
+    become zero (arXiv 2609.19107). The paper's code rotates q and k the other way round, so half of their rows change
+    sign, as in `modeling_looped.upcycle`. Boundary operators and gains of norms keep what they have, and so does the
+    whole model where `uniform_init_scale` is None.
 
     Args:
         seed: of torch's global generators, which this sets.
