@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +29,7 @@ from eval.aggregate import IncompleteError, aggregate, center, filtered_aggregat
 from eval.batching import SequenceStore, plan_batches
 from eval.bundle import file_hashes, open_data
 from eval.forward import prefix_sharing_problem
-from eval.models import DTYPES, check_num_loops, describe_model, load_model
+from eval.models import DTYPES, check_num_loops, describe_model, keep_freed_memory, load_model, process_state
 from eval.prompts import COMPAT, Encoder, Example, build_examples, order_rows
 from eval.report import RunProgress, results_table
 from eval.results import SCHEMA_VERSION, PartialResults, or_none, write_results
@@ -40,6 +39,7 @@ from eval.token_bytes import token_byte_lengths
 
 EMPTY_SPAN_RULES = ("first", "finite")
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 65536}  # activations that stay in cache; work enough for every unit
+LOGITS_SHARE = 4  # logits of at most a quarter of a batch's tokens exist at once, a row of the vocabulary each
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "modeling-looped")
 
 
@@ -104,7 +104,7 @@ def evaluate_model(
     device = next(model.parameters()).device
     tokens_per_batch = tokens_per_batch or TOKENS_PER_BATCH.get(device.type, TOKENS_PER_BATCH["cpu"])
     forward_kwargs = {} if num_loops is None else {"num_loops": num_loops}
-    state = PartialState()
+    state = process_state()
     world, rank = (state.num_processes, state.process_index) if data_parallel else (1, 0)
 
     def prepare(task: Task) -> list[Example]:
@@ -120,6 +120,8 @@ def evaluate_model(
             examples += prepare(task)
         except TaskError as error:
             failures[name] = str(error)
+        if progress and state.is_main_process:
+            print(f"prepared {name}", file=sys.stderr, flush=True)
     store = SequenceStore(examples)
     training = model.training
     model.eval()
@@ -157,6 +159,7 @@ def evaluate_model(
     outcomes = dict(partial.outcomes) if partial is not None else {}
     num_resumed = len(outcomes)
 
+    logits_per_forward = max(tokens_per_batch // LOGITS_SHARE, 256)
     todo = [batch for i, batch in enumerate(batches) if i % world == rank]
     todo = [batch for batch in todo if not all(e in outcomes for e in batch.examples)]
     counts = [_count_by_task(examples, batch.examples) for batch in todo]
@@ -166,7 +169,7 @@ def evaluate_model(
             if path == "plain":
                 scored = [(e, score_plain(model, examples[e], token_bytes, forward_kwargs)) for e in batch.examples]
             else:
-                scored = list(score_batch(model, store, batch, token_bytes, forward_kwargs))
+                scored = list(score_batch(model, store, batch, token_bytes, forward_kwargs, logits_per_forward))
             found.update(scored)
             if partial is not None:
                 partial.add(scored)
@@ -350,7 +353,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_from_arguments(args: argparse.Namespace) -> tuple[nn.Module, PreTrainedTokenizerBase, dict]:
     """load_model with the arguments of `add_model_arguments`."""
-    device = args.device or PartialState().device
+    device = torch.device(args.device or process_state().device)
+    if device.type == "cpu":
+        keep_freed_memory()
     return load_model(args.model, args.dtype, device, args.revision, args.tokenizer, args.trust_remote_code)
 
 
@@ -387,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--against", nargs="+", default=[], help="gpt2, gpt2-xl, gpt3-13b ... or results files")
     args = parser.parse_args(argv)
     output = args.output or Path("results") / f"core-{Path(args.model).name}.json"
-    state = PartialState()
+    state = process_state()
     try:
         model, tokenizer, description = load_from_arguments(args)
         results = evaluate_model(

@@ -1,16 +1,38 @@
 """Loading what is to be evaluated: export folders, run folders, Hub names; and saying exactly which model it was."""
 
+import ctypes
 import hashlib
+import platform
 import re
+import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import modeling_looped  # noqa: F401  (registers the looped models with the Auto classes)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def process_state() -> PartialState:
+    """This process among those that were launched together; without an accelerator they talk over gloo."""
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep freed blocks for the rest of the process; elsewhere it does nothing.
+
+    By default it returns large blocks to the system, and a forward on the CPU then spends a good part of its time on
+    page faults.
+    """
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def resolve_model(source: str | Path) -> str:

@@ -24,7 +24,8 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     if backend is None:
         raise ValueError(f"{type(tokenizer).__name__} is no fast tokenizer: its spelling of bytes is not known.")
     description = json.loads(backend.to_str())
-    parts = json.dumps([description.get("pre_tokenizer"), description.get("decoder"), description.get("normalizer")])
+    kept = [description.get(part) for part in ("pre_tokenizer", "decoder", "normalizer")]
+    parts = json.dumps(kept, ensure_ascii=False)
     byte_level = '"ByteLevel"' in parts
     spaces = "\u2581" in parts
     vocabulary = tokenizer.get_vocab()

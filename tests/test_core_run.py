@@ -231,13 +231,14 @@ def command(*arguments, **environment):
 
 def test_command_line_resumes_after_a_kill(saved_model, tmp_path):
     output = tmp_path / "core.json"
-    words = ["-m", "eval.core", saved_model, "--task-set", "tiny", "--output", output, "--tokens-per-batch", "40"]
+    words = ["-m", "eval.core", saved_model, "--task-set", "tiny", "--output", output]
+    words += ["--max-per-task", 12, "--tokens-per-batch", 60]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *map(str, words)], cwd=REPOSITORY, env=variables, stderr=subprocess.PIPE
     )
     partial = tmp_path / "core.json.partial" / "outcomes-0.jsonl"
-    while process.poll() is None and not (partial.exists() and partial.stat().st_size > 2000):
+    while process.poll() is None and not (partial.exists() and partial.stat().st_size > 1000):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()

