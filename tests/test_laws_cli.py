@@ -56,6 +56,7 @@ def test_multiplier_prints_interpolated_and_models(tmp_path, capsys):
     small.write_text("\n".join([lines[0], *[x for x in lines if x.startswith(("vanilla,", "untied_grow,"))]]))
     assert main(["multiplier", str(small), "--baseline", "vanilla", "--at", "1e21"]) == 0
     printed = capsys.readouterr().out
+    assert "FLOPs for one loss" in printed
     assert "1.553 @ 1.01e+20" in printed and "weighted by BIC" in printed and "priors:" in printed
 
 
@@ -98,7 +99,15 @@ def test_report_is_one_file_without_network(tmp_path, grid_table, capsys):
     page.feed(text)
     assert page.open_tags == [] and page.images >= 2
     assert all(r.startswith("data:image/png;base64,") for r in page.references)
-    for needed in ("L(N, T)", "objective", "identified", "Largest run left out", "declared"):
+    for needed in (
+        "approach 2 (isoFLOP)",
+        "surface without formula",
+        "L(N, T)",
+        "objective",
+        "identified",
+        "Largest run left out",
+        "declared",
+    ):
         assert needed in text
     small = tmp_path / "two.csv"
     lines = Path(LADDERS).read_text().splitlines()
@@ -160,7 +169,10 @@ def test_kaplan_and_every_command_has_help(capsys):
         assert stop.value.code == 0
 
 
-def test_reproduce_needs_a_folder_of_references(tmp_path, capsys):
+def test_reproduce_needs_a_folder_of_references(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LOOPED_REFERENCE_DIR", raising=False)
+    assert main(["reproduce"]) == 1
+    assert "LOOPED_REFERENCE_DIR" in capsys.readouterr().err
     assert main(["reproduce", str(tmp_path)]) == 1
     assert "neither scaling/ nor paper/" in capsys.readouterr().err
     (tmp_path / "scaling").mkdir()

@@ -20,8 +20,17 @@ from modeling_looped.laws.allocate import closed_form, optimal, tolerated_sizes
 from modeling_looped.laws.fitting import fit_law
 from modeling_looped.laws.intervals import bootstrap, identification, profiles, scale_of
 from modeling_looped.laws.lint import LINTS
+from modeling_looped.laws.multipliers import iso_loss
 from modeling_looped.laws.simulate import recovery
-from modeling_looped.laws.summary import clean, compare_arms, default_objective, law_columns, laws_for, summarise
+from modeling_looped.laws.summary import (
+    clean,
+    compare_arms,
+    cross_checks,
+    default_objective,
+    law_columns,
+    laws_for,
+    summarise,
+)
 
 
 def main(argv=None):
@@ -243,6 +252,9 @@ def fit(arguments):
                 print(f"  {arm}: " + ", ".join(f"{k} = {v:.6g}" for k, v in values.items()))
         for warning in one.warnings:
             print(f"  warning: {warning}")
+        if law == "chinchilla" and one.arms == [None]:
+            for check, said in cross_checks(one):
+                print(f"  {check}: {said}")
         entry = {
             "arm": label,
             "law": law,
@@ -274,7 +286,7 @@ def fit(arguments):
 def multiplier(arguments):
     runs = _read(arguments)
     at = tuple(arguments.at or (1e25,))
-    _, found = compare_arms(runs, arguments.baseline, at=at)
+    ladders, found = compare_arms(runs, arguments.baseline, at=at)
     print(f"\ncompute multipliers against {arguments.baseline}, interpolated, by the compute of the {arguments.index}")
     for arm, by_index in found["interpolated"].items():
         rows = by_index[arguments.index]
@@ -285,6 +297,11 @@ def multiplier(arguments):
                 f"{m:.3f} @ {c:.2e}" for c, m in zip(rows["compute"][known], rows["multiplier"][known], strict=True)
             )
         )
+    print(f"\nFLOPs for one loss (interpolated), at the losses of {arguments.baseline}")
+    losses = ladders[arguments.baseline].loss
+    print(f"  {'loss':20s} " + " ".join(f"{x:9.4f}" for x in losses))
+    for arm, needed in iso_loss(ladders, losses).items():
+        print(f"  {arm:20s} " + " ".join(f"{x:9.3g}" if np.isfinite(x) else f"{'-':>9s}" for x in needed))
     if found["refusal"]:
         print(f"laws refused: {found['refusal']}")
     if found["verdict"]:
@@ -391,7 +408,11 @@ def reproduce(arguments):
     from modeling_looped.laws.reproduce import print_rows
     from modeling_looped.laws.reproduce import reproduce as recompute
 
-    folder = arguments.folder or os.path.join(os.environ.get("LOOPED_REFERENCE_DIR", "../shared"), "data")
+    folder = arguments.folder
+    if folder is None:
+        if "LOOPED_REFERENCE_DIR" not in os.environ:
+            raise ValueError("say which FOLDER holds scaling/ and paper/, or set LOOPED_REFERENCE_DIR")
+        folder = os.path.join(os.environ["LOOPED_REFERENCE_DIR"], "data")
     return int(print_rows(*recompute(folder)) > 0)
 
 

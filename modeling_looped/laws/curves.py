@@ -7,8 +7,6 @@ symbols.
 
 import numpy as np
 
-_FLOOR_START = (0.3, 0.6, 0.85)  # irreducible loss tried at the start, as a share of the lowest loss
-
 
 def _log_add(z1, z2):
     total = np.logaddexp(z1, z2)

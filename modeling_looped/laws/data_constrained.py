@@ -1,5 +1,4 @@
-"""Training on repeated data (Muennighoff et al., arXiv 2305.16264): loss, allocation, fit, and how little R_D is
-fixed.
+"""Training on repeated data (Muennighoff et al., arXiv 2305.16264): loss, allocation, fit, profile of R_D.
 
 The law counts repeated tokens (and parameters beyond the optimum for the unique data) at a decaying rate. On the
 released 182 runs the objective stays within 0.9% for R_D from 8 to 1,000: quote profiles, not the published 15.4.

@@ -1,7 +1,6 @@
-"""One self-contained HTML file about a run table: lint, every fit with its profile and warnings, multipliers. No
-network.
+"""One self-contained HTML file about a run table: lint, fits with profiles and warnings, multipliers.
 
-    looped laws report runs.csv --baseline vanilla --out report.html
+looped laws report runs.csv --baseline vanilla --out report.html
 """
 
 import html
@@ -14,6 +13,7 @@ from modeling_looped.laws import plots
 from modeling_looped.laws.allocate import closed_form
 from modeling_looped.laws.forms import LAWS
 from modeling_looped.laws.intervals import scale_of
+from modeling_looped.laws.multipliers import iso_loss
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -25,7 +25,7 @@ code { background: #f4f4f4; padding: 0 .2em; }
 
 
 def write_report(summary, path, *, title=None):
-    """Write the report; atomic. Returns the path."""
+    """Write the report, readable without a network: to a temporary name, then renamed. Returns the path."""
     path = Path(path)
     partial = path.with_name(path.name + ".part")
     partial.write_text(render(summary, title or Path(summary.table.path or "runs").name), encoding="utf-8")
@@ -124,6 +124,8 @@ def _fit(result):
             best = closed_form(fit.local(), flops)
             rows.append((f"{flops:.0e}", best.num_parameters, best.num_tokens, best.tokens_per_parameter, best.loss))
         parts.append(_table(("C = 6 N T", "N", "T", "T / N", "loss"), rows))
+    if result.checks:
+        parts.append(_table(("method", "says"), result.checks))
     parts.append(_image(plots.plot_profiles(result.profiles)))
     parts.append(_image(plots.plot_residuals(fit)))
     rows = [(o, *(p.values() if isinstance(p, dict) else [p])) for o, p in result.sensitivity]
@@ -155,6 +157,10 @@ def _comparison(summary):
         parts.append(f"<p>Indexed by the compute of the {index}:</p>")
         parts.append(_table(("arm", "FLOPs", "loss", "multiplier"), rows))
     parts.append(_image(plots.plot_multipliers(found["interpolated"])))
+    losses = summary.ladders[summary.baseline].loss
+    needed = iso_loss(summary.ladders, losses)
+    parts.append("<p>FLOPs for one loss, interpolated:</p>")
+    parts.append(_table(("loss", *needed), [(x, *(needed[a][i] for a in needed)) for i, x in enumerate(losses)]))
     if found["refusal"]:
         parts.append(f'<p class="error">Laws refused: {html.escape(found["refusal"])}</p>')
     if found["models"]:

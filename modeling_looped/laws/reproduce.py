@@ -1,6 +1,6 @@
 """Recompute every published value in a folder of reference tables and print published, ours, verdict.
 
-    looped laws reproduce ../shared/data
+    looped laws reproduce FOLDER
 
 The folder holds `scaling/` and `paper/` with their manifest.json (published values and tolerances in words) and
 reference fits. Verdicts: reproduced (within the tolerance), DIFFERS, does not follow (a published number that its own

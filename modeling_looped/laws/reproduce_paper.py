@@ -1,4 +1,4 @@
-"""The checks of `reproduce` on data/paper: derived numbers of the looped-and-growing-model paper's public tables."""
+"""The checks of `reproduce` on paper/: derived numbers of the looped-and-growing-model paper's public tables."""
 
 import csv
 

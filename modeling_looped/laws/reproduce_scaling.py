@@ -1,6 +1,4 @@
-"""The checks of `reproduce` on data/scaling: Chinchilla points, ladders, isoFLOP sweeps, data-constrained runs,
-Kaplan.
-"""
+"""The checks of `reproduce` on scaling/: Chinchilla points, ladders, isoFLOP sweeps, repeated data, Kaplan."""
 
 import csv
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from modeling_looped.laws.approaches import approach_1, approach_2, approach_3
 from modeling_looped.laws.compare import (
     Priors,
     bayes,
@@ -22,6 +23,7 @@ from modeling_looped.laws.intervals import bootstrap, identification, profiles
 from modeling_looped.laws.lint import lint, usable
 from modeling_looped.laws.multipliers import Ladder, interpolated
 from modeling_looped.laws.objectives import Huber, Squares
+from modeling_looped.laws.surfaces import Surface, cross_validate
 
 
 @dataclass
@@ -37,6 +39,7 @@ class FitSummary:
     bootstrap_errors: dict = field(default_factory=dict)
     sensitivity: list = field(default_factory=list)
     forecast: list = field(default_factory=list)
+    checks: list = field(default_factory=list)
 
 
 @dataclass
@@ -107,12 +110,65 @@ def summarise_fit(table, law, arm, *, objective=None, draws=0, seed=0, with_prof
             result.sensitivity.append((other.describe(), parameters))
         except FitRefused as refused:
             result.sensitivity.append((other.describe(), str(refused)))
+    if law == "chinchilla":
+        result.checks = cross_checks(result.fit)
     try:
         size = np.sum([np.log(v) for v in columns.values()], axis=0)
         result.forecast = leave_largest_out(law, columns, loss, size=np.exp(size - size.max()), objective=objective)
     except (FitRefused, ValueError):
         result.forecast = []
     return result
+
+
+def cross_checks(fit):
+    """What other methods say about the runs of one L(N, T) fit: [(method, sentence)]; a refusal is a sentence too.
+
+    Exponents are those of the optimal size, N ~ C^a with C = 6 N T.
+    """
+    size, tokens = fit.model.columns["num_parameters"], fit.model.columns["num_tokens"]
+    loss, compute = np.exp(fit.target), 6 * size * tokens
+    found = [("approach 3 (this fit)", f"a = {approach_3(fit)['size_exponent']:.3f}")]
+    try:
+        law = approach_1(compute, size, loss)["size"]
+        found.append(
+            ("approach 1 (envelope)", f"a = {law['slope']:.3f} +- {law['slope_se']:.3f} (se, {law['n']} runs)")
+        )
+    except FitRefused as refused:
+        found.append(("approach 1 (envelope)", str(refused)))
+    try:
+        second = approach_2(compute, size, loss)
+        law = second["size"]
+        said = (
+            "no two budgets"
+            if law is None
+            else f"a = {law['slope']:.3f} +- {law['slope_se']:.3f} (se, {law['n']} budgets)"
+        )
+        found.append(("approach 2 (isoFLOP)", said + f", {second['censored']} optima censored"))
+    except FitRefused as refused:
+        found.append(("approach 2 (isoFLOP)", str(refused)))
+
+    def by_law(train, test):
+        part = fit_law("chinchilla", {"num_parameters": size[train], "num_tokens": tokens[train]}, loss[train],
+                       objective=fit.objective_kind)  # fmt: skip
+        return part.predict({"num_parameters": size[test], "num_tokens": tokens[test]}), loss[test]
+
+    def by_surface(train, test):
+        return Surface(size[train], tokens[train], loss[train]).predict(size[test], tokens[test]), loss[test]
+
+    try:
+        ours, free = cross_validate(by_law, fit.n), cross_validate(by_surface, fit.n)
+        said = f"10-fold error {free['rmse']:.4f} of log loss inside the hull ({free['scored']} runs), "
+        said += f"the law {ours['rmse']:.4f}"
+        budgets = np.geomspace(*np.percentile(compute, [10, 90]), 15)
+        try:
+            path = Surface(size, tokens, loss).frontier_exponent(budgets)
+            said += f"; a = {path['slope']:.3f} +- {path['slope_se']:.3f} (se)"
+        except FitRefused as refused:
+            said += f"; {refused}"
+        found.append(("surface without formula", said))
+    except FitRefused as refused:
+        found.append(("surface without formula", str(refused)))
+    return found
 
 
 def default_objective(law):

@@ -1,6 +1,6 @@
 """A surface without a formula over (log N, log T): a cheap cross-check of a parametric law, inside the runs only.
 
-Thin-plate splines (radial basis functions) or a smoothing spline; `ConvexHull` guards every prediction: outside the
+Thin-plate splines (radial basis functions) or a smoothing spline; a Delaunay hull guards every prediction: outside the
 hull of the runs the answer is nan, never an extrapolation.
 """
 
