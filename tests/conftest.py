@@ -125,7 +125,8 @@ def words(corpus, tmp_path_factory):
             "optimizer.lr_exponent": 0.0, "schedule.warmup_steps": 2, "schedule.ramp_steps": 2, "growth.fraction": 0.5,
             "budget.steps": 12, "budget.tokens_per_step": 256, "budget.micro_batch_size": 8,
             "training.run_dir": str(run_dir), "training.log_every_steps": 1, "training.eval_every_steps": 4,
-            "training.save_every_steps": 4, "training.keep_last": 10, **changes,
+            "training.save_every_steps": 4, "training.keep_last": 10,
+            "training.compile": False, **changes,
         }  # fmt: skip
         if recipe == "demo-vanilla":
             settings = {key: value for key, value in settings.items() if not key.startswith("growth.")}

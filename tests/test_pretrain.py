@@ -226,6 +226,13 @@ def test_trackers_get_the_metrics(words, run_to_the_end, tmp_path):
     assert values == pytest.approx(losses(run_dir), rel=1e-6)
 
 
+def test_compiled_blocks_give_the_same_run(words, straight, run_to_the_end, tmp_path):
+    # B53: and the checkpoint has the names of the model, not of its compiled form
+    run_dir = run_to_the_end(words(tmp_path / "run", **{"training.compile": True}))
+    assert losses(run_dir) == pytest.approx(losses(straight), abs=2e-3)  # Muon's bf16 steps, from other roundings
+    assert final_weights(run_dir).keys() == final_weights(straight).keys()
+
+
 def test_another_recipe_does_not_continue_a_run(words, straight, capsys):
     assert pretrain.main(words(straight, **{"optimizer.matrix_lr": 0.01})) == 2
     assert "optimizer.matrix_lr was 0.04, now 0.01" in capsys.readouterr().err
