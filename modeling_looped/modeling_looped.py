@@ -180,15 +180,16 @@ class AttentionCall:
     """
 
     def __init__(self, module: nn.Module, cache_offset: int):
-        self.module = module
-        self.cache_offset = cache_offset
+        # torch.compile guards on an attribute's value, on a tuple's only where it is read: one graph for all passes
+        self.execution = (module, cache_offset)
 
     @property
     def layer_idx(self) -> int:
-        return self.module.layer_idx + self.cache_offset
+        module, cache_offset = self.execution
+        return module.layer_idx + cache_offset
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+        return getattr(self.execution[0], name)
 
 
 @use_kernelized_func(apply_rotary_pos_emb)
