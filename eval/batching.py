@@ -16,6 +16,8 @@ from eval.prompts import Example, common_length
 PACKED_ROW_TOKENS = 256  # suffixes of a group share a row of the second forward up to this many tokens
 SUFFIX_OVERHEAD = 2  # what a suffix costs beyond its tokens, in tokens: mask, cache and padding
 MAX_GROUP_EXAMPLES = 32
+EFFICIENT_TOKENS = 256  # a forward of that many tokens is about as fast per token as a larger one
+MAX_PADDING = 0.2  # share of a row that may be padding, once a forward is large enough to be efficient
 MIN_SHARED_TOKENS = 8  # groups of several examples share at least this many
 
 
@@ -104,7 +106,8 @@ def plan_batches(store: SequenceStore, tokens_per_batch: int, share_prefixes: bo
     batches, current, rows = [], [], 0
     for group in groups:
         longest = current[0].row_length if current else group.row_length
-        if current and (rows + group.num_rows) * longest > tokens_per_batch:
+        full = (rows + group.num_rows) * longest > tokens_per_batch
+        if current and (full or (too_short(group.row_length, longest) and rows * longest >= EFFICIENT_TOKENS)):
             batches.append(_batch(store, current))
             current, rows = [], 0
         current.append(group)
@@ -112,6 +115,11 @@ def plan_batches(store: SequenceStore, tokens_per_batch: int, share_prefixes: bo
     if current:
         batches.append(_batch(store, current))
     return batches
+
+
+def too_short(length: int, longest: int) -> bool:
+    """Whether a row of `length` tokens is better run apart from one of `longest`."""
+    return length < (1 - MAX_PADDING) * longest
 
 
 def _batch(store: SequenceStore, groups: list[Group]) -> Batch:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from eval.batching import Batch, SequenceStore
+from eval.batching import EFFICIENT_TOKENS, Batch, SequenceStore, too_short
 from eval.forward import cache_name, scored_logits, suffix_logits
 from eval.prompts import Example
 
@@ -231,14 +231,18 @@ def _padded(store: SequenceStore, sequences: np.ndarray, lengths: np.ndarray) ->
 
 
 def _chunks(widths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Rows that hold anything, by width, in chunks of at most `budget` slots (at least one row)."""
+    """Rows that hold anything, by width, in chunks of at most `budget` slots (at least one row) and little padding."""
     order = np.argsort(-widths, kind="stable")
     order = order[widths[order] > 0]
     first = 0
-    while first < len(order):
-        count = max(1, budget // int(widths[order[first]]))
-        yield order[first : first + count]
-        first += count
+    for i in range(1, len(order) + 1):
+        longest = int(widths[order[first]])
+        used = (i - first) * longest
+        if i < len(order) and used + longest <= budget:
+            if used < EFFICIENT_TOKENS or not too_short(int(widths[order[i]]), longest):
+                continue
+        yield order[first:i]
+        first = i
 
 
 def _token_losses(logits: torch.Tensor, row: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

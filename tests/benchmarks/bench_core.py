@@ -3,9 +3,9 @@
     python -m tests.benchmarks.bench_core MODEL --bundle eval_bundle.zip [--tokens-per-task 4000] [--output table.json]
 
 The plain evaluator here is written for this benchmark and stands in for nanochat's path: one forward per example over
-all its options, padded, with the logits, losses and argmax of every position. Each task is measured on examples of a full
-run; the time of a full run is what the measured seconds per example come to over all rows. Outcomes must be identical.
-Take the figures on an otherwise idle machine.
+all its options, padded, with the logits, losses and argmax of every position. Each task is measured on examples of a
+full run; the time of a full run is what the measured seconds per example come to over all rows. Outcomes must be
+identical. Take the figures on an otherwise idle machine.
 """
 
 import argparse
