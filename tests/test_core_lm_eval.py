@@ -42,9 +42,12 @@ def our_loglikelihood(model, tokenizer, context, continuation):
     return -outcome.span_loss, outcome.correct
 
 
-def test_log_likelihoods_are_the_harness_s(model):
+def test_log_likelihoods_are_the_harness_s(model, tmp_path):
     tokenizer = make_tokenizer()
-    harness = HFLM(pretrained=model, tokenizer=tokenizer, add_bos_token=True, batch_size=2, max_length=256)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    # from the folder: a tokenizer that is passed in is used as it is, without the BOS
+    harness = HFLM(pretrained=str(tmp_path), add_bos_token=True, batch_size=2, device="cpu")
     requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
     found = harness.loglikelihood(requests, disable_tqdm=True)
     for pair, (likelihood, greedy) in zip(PAIRS, found, strict=True):

@@ -245,7 +245,7 @@ def test_command_line_resumes_after_a_kill(saved_model, tmp_path):
     assert partial.exists() and not output.exists()
     done = command(*words, "--chart", tmp_path / "chart.png", "--against", "gpt2", "gpt3-13b")
     assert done.returncode == 0, done.stderr
-    assert "mean centered accuracy of the tiny tasks (v1, nanochat rules)" in done.stdout
+    assert "mean centered accuracy of the tiny tasks (v1, nanochat rules, 12 examples per task)" in done.stdout
     results = read_results(output)
     assert results["timing"]["num_resumed_examples"] > 0 and not partial.parent.exists()
     assert (tmp_path / "chart.png").stat().st_size > 1000
