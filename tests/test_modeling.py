@@ -72,6 +72,73 @@ def test_tied_passes_equal_a_llama_that_repeats_its_blocks(tiny_config, make_mod
     torch.testing.assert_close(model(ids).logits, llama(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+def rms(x):
+    return x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt()
+
+
+def written_out(model, ids):
+    """Logits of the paper's architecture (section 2 of arXiv 2609.19107), one formula after the other."""
+    config, weights = model.config, dict(model.named_parameters())
+    m, alpha, num_tokens = config.residual_multiplier, config.boundary_alpha, ids.shape[1]
+    half = config.head_dim // 2
+    angles = torch.arange(num_tokens)[:, None] * 10000.0 ** -(torch.arange(half) / half)
+    cos, sin = (table.bfloat16().float() for table in (angles.cos(), angles.sin()))
+    future = torch.ones(num_tokens, num_tokens).triu(1).bool()
+
+    def heads(x, weight):
+        return (x @ weight.T).view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
+
+    def rotate(x):
+        first, second = x[..., :half], x[..., half:]
+        return rms(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+    def block(x, index):
+        w = {name.split(".")[-2]: weight for name, weight in weights.items() if f"layers.{index}." in name}
+        y = rms(x)
+        q, k, v = rotate(heads(y, w["q_proj"])), rotate(heads(y, w["k_proj"])), heads(y, w["v_proj"])
+        k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
+        scores = (q @ k.transpose(2, 3) / config.head_dim**0.5).masked_fill(future, -torch.inf)
+        x = x + m * (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ w["o_proj"].T
+        y = rms(x)
+        gate = y @ w["gate_proj"].T
+        return x + m * (gate * gate.sigmoid() * (y @ w["up_proj"].T)) @ w["down_proj"].T
+
+    h = e = block(rms(weights["model.embed_tokens.weight"][ids]), 0)
+    for loop_idx in range(config.num_loops):
+        for index in (1, 2):
+            h = block(h, index if config.tie_core else index + 2 * loop_idx)
+        if config.boundary_operator == "norm_inject":
+            h = rms(h) + alpha * e
+    h = block(h, config.num_stored_blocks - 1)
+    return config.logit_scale * rms(h) @ weights["lm_head.weight"].T
+
+
+def test_variant_equals_its_formulas_written_out(variant_config, make_model, random_ids):
+    model = make_model(variant_config())
+    ids = random_ids(2, 20)
+    torch.testing.assert_close(model(ids).logits, written_out(model, ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("operator", BOUNDARY_OPERATORS)
+def test_gradient_equals_finite_differences(tiny_config, make_model, random_ids, operator):
+    """Of every weight, through all passes: nothing on the way is detached."""
+    model = make_model(tiny_config(boundary_operator=operator)).double()
+    ids = random_ids(2, 8)
+    model(ids, labels=ids).loss.backward()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        slope = (parameter.grad * direction).sum()
+        values = []
+        with torch.no_grad():
+            for sign in (1, -1):
+                parameter += sign * 1e-5 * direction
+                logits = model(ids).logits[:, :-1].flatten(0, 1)  # the loss itself is computed in float32
+                values.append(torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()))
+                parameter -= sign * 1e-5 * direction
+        torch.testing.assert_close((values[0] - values[1]) / 2e-5, slope, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def test_fields_that_set_us_apart_change_the_logits(tiny_config, make_model, random_ids):
     """Guards the equalities above and in the other files: no field is dead."""
     ids = random_ids(2, 40)
