@@ -23,6 +23,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .configuration_looped import LoopedConfig
+from .rms_norm import rms_norm
 
 
 class BoundaryOperator(nn.Module):
@@ -38,7 +39,7 @@ class BoundaryOperator(nn.Module):
 
     def norm(self, state: torch.Tensor) -> torch.Tensor:
         # Never a gain: the operator adds no parameter, whatever config.norm_affine says of the blocks
-        return nn.functional.rms_norm(state, (state.shape[-1],), eps=self.eps)
+        return rms_norm(state, None, self.eps)
 
     def init_parameters(self) -> None:
         """Fills the operator's own parameters; called by the model's `_init_weights`."""

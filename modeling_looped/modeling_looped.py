@@ -49,6 +49,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .boundary import BoundaryOperator, make_boundary_operator
 from .configuration_looped import PASS_WORDS, LoopedConfig
 from .linear_cross_entropy import linear_causal_lm_loss
+from .rms_norm import rms_norm
 
 logger = logging.get_logger(__name__)
 
@@ -64,7 +65,7 @@ class LoopedRMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(hidden_states, (self.size,), self.weight, self.eps)
+        return rms_norm(hidden_states, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}, affine={self.weight is not None}"

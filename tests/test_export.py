@@ -26,7 +26,8 @@ def test_the_export_is_the_checkpoint(straight, exported):
     assert written.keys() == weights.keys()
     assert all(torch.equal(written[name], weight) for name, weight in weights.items())
     names = {path.name for path in exported.iterdir()}
-    code = {"configuration_looped.py", "boundary.py", "modeling_looped.py", "linear_cross_entropy.py"}
+    modules = ("configuration_looped", "boundary", "linear_cross_entropy", "rms_norm", "modeling_looped")
+    code = {f"{name}.py" for name in modules}
     assert code | {"config.json", "generation_config.json", "tokenizer.json", "README.md"} <= names
     assert {"results.json", "resolved.yaml"} <= names
     config = json.loads((exported / "config.json").read_text())

@@ -11,9 +11,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("modeling_looped", "training", "eval")
 # The files that save_pretrained writes beside the weights
-HUB_FILES = ("configuration_looped", "boundary", "linear_cross_entropy", "modeling_looped")
+HUB_FILES = ("configuration_looped", "boundary", "linear_cross_entropy", "rms_norm", "modeling_looped")
 # Lower layers first; a module of the library that is not named here stands beside variants, flops, growth ...
-LAYERS = {"configuration_looped": 0, "boundary": 1, "linear_cross_entropy": 1, "modeling_looped": 2, "cli": 4}
+LAYERS = {
+    "configuration_looped": 0,
+    "boundary": 1,
+    "linear_cross_entropy": 1,
+    "rms_norm": 0,
+    "modeling_looped": 2,
+    "cli": 4,
+}
 BESIDE_VARIANTS = 3
 MAX_LINES = 500
 

@@ -4,9 +4,16 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from modeling_looped.linear_cross_entropy import CHUNK_SIZE, LinearCrossEntropy, linear_causal_lm_loss
+from modeling_looped import linear_cross_entropy
+from modeling_looped.linear_cross_entropy import LinearCrossEntropy, linear_causal_lm_loss
 
 VOCAB, WIDTH = 37, 16
+CHUNK_SIZE = 64
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "MAX_LOGITS", CHUNK_SIZE * VOCAB)
 
 
 def draw(num_tokens, seed=0, dtype=torch.float32):

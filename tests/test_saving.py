@@ -18,7 +18,7 @@ from modeling_looped import (
 )
 from modeling_looped.boundary import BOUNDARY_OPERATORS
 
-CODE = {"configuration_looped.py", "boundary.py", "linear_cross_entropy.py", "modeling_looped.py"}
+CODE = {"configuration_looped.py", "boundary.py", "linear_cross_entropy.py", "modeling_looped.py", "rms_norm.py"}
 
 
 def files(folder):

@@ -282,7 +282,7 @@ class Trainer:
         training = self.recipe.training
         self.model = model.to(self.accelerator.device)
         if training.activation_checkpointing:
-            self.model.gradient_checkpointing_enable()
+            self.model.activation_checkpointing_enable()
         if training.compile and can_compile(self.accelerator.device):
             for layer in self.model.model.layers:  # block by block: one graph serves all blocks and every K
                 layer.compile()
