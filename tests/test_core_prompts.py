@@ -80,7 +80,9 @@ def test_paper_strips_the_prompt_and_nanochat_does_not():
     assert render(task, row, [], strip=True) == ["q a", "q b"]
 
 
-@pytest.mark.parametrize("num_rows, index, seed", [(50, 0, 1234), (50, 49, 0), (50, 17, 2), (2000, 1234, 1), (12, 3, 1)])
+@pytest.mark.parametrize(
+    "num_rows, index, seed", [(50, 0, 1234), (50, 49, 0), (50, 17, 2), (2000, 1234, 1), (12, 3, 1)]
+)
 def test_shots_are_a_sample_of_the_other_rows(num_rows, index, seed):
     others = [i for i in range(num_rows) if i != index]
     assert draw_shots(num_rows, index, 10, seed) == random.Random(seed + index).sample(others, 10)
