@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eval.models import keep_freed_memory
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.variants import build_config
-from training.engine.launch import keep_freed_memory
 
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 256

@@ -4,10 +4,8 @@ The launch command decides processes and devices (`accelerate launch`, `torchrun
 this file checks that what was asked for is what runs, since Accelerate falls back to one process silently.
 """
 
-import ctypes
 import logging
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -17,6 +15,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+
+from eval.models import keep_freed_memory
 
 # A rank that waits this long for another gives up: long enough for rank 0 to tokenise a corpus on first use
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -47,21 +47,8 @@ def start(precision: str, trackers: list[str] | None = None, logging_dir: str | 
             f"({accelerator.distributed_type}). On CPUs launch with `torchrun --nproc_per_node N -m ...`."
         )
     if accelerator.device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory()  # a training step otherwise spends a fifth of its time on page faults
     return accelerator
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks; elsewhere it does nothing.
-
-    By default glibc returns large blocks to the system, and a training step on a CPU then spends about a fifth of its
-    time on page faults (the demo's step: 1.8 s, without them 1.45 s).
-    """
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def can_compile(device: torch.device) -> bool:
