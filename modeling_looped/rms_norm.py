@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x / r with r = sqrt(mean(x^2) + eps); dL/dx = (g - y mean(g y)) / r for g = dL/dy. At least float32 inside."""
+    """y = x / r with r = sqrt(mean(x^2) + eps); dL/dx = (g - y mean(g y)) / r for g = dL/dy. In float32 or wider."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, eps: float) -> torch.Tensor:
