@@ -20,6 +20,7 @@ demo: $(VENV)/installed
 	$(BIN)/accelerate launch --config_file training/recipes/launch/cpu.yaml -m training.pretrain demo training.run_dir=$(RUNS)/untied-grow
 	$(BIN)/python -m training.compare $(RUNS)/vanilla $(RUNS)/untied-grow out=$(RUNS)/compare.png
 	$(BIN)/python -m training.export $(RUNS)/untied-grow out=exports/demo overwrite=true
+	$(BIN)/python -m eval.core exports/demo --task-set tiny --output $(RUNS)/core.json
 
 test: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest

@@ -56,6 +56,16 @@ def resolve_model(source: str | Path) -> str:
     return str(max(found, key=step))
 
 
+def find_tokenizer(path: str) -> str:
+    """Where the tokenizer of a model is: with it, or beside the checkpoints of the run that the model is one of."""
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "tokenizer_config.json").is_file():
+        for parent in folder.resolve().parents[:2]:
+            if (parent / "tokenizer").is_dir():
+                return str(parent / "tokenizer")
+    return path
+
+
 def load_model(
     source: str | Path,
     dtype: str = "float32",
@@ -74,10 +84,11 @@ def load_model(
     path = resolve_model(source)
     kwargs = {"revision": revision, "trust_remote_code": trust_remote_code}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **kwargs).eval()
+    where = str(tokenizer or find_tokenizer(path))
     try:
-        loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, **({} if tokenizer else kwargs))
+        loaded_tokenizer = AutoTokenizer.from_pretrained(where, **(kwargs if where == path else {}))
     except (OSError, ValueError) as error:
-        raise ValueError(f"No tokenizer in {tokenizer or path}: name one with --tokenizer. ({error})") from error
+        raise ValueError(f"No tokenizer in {where}: name one with --tokenizer. ({error})") from error
     if device is not None:
         model.to(device)
     description = describe_model(model, str(source))

@@ -233,6 +233,15 @@ def test_compiled_blocks_give_the_same_run(words, straight, run_to_the_end, tmp_
     assert final_weights(run_dir).keys() == final_weights(straight).keys()
 
 
+def test_a_run_folder_loads_for_evaluation(straight):
+    from eval.models import load_model
+
+    model, tokenizer, _ = load_model(straight)
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in final_weights(straight).items())
+    assert model.config.num_loops == 4
+    assert len(tokenizer) <= model.config.vocab_size and tokenizer("loop core").input_ids
+
+
 def test_another_recipe_does_not_continue_a_run(words, straight, capsys):
     assert pretrain.main(words(straight, **{"optimizer.matrix_lr": 0.01})) == 2
     assert "optimizer.matrix_lr was 0.04, now 0.01" in capsys.readouterr().err
