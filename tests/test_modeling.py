@@ -342,6 +342,7 @@ def test_more_passes_than_configured_run_and_warn_once(tiny_config, make_model, 
 
     monkeypatch.setattr(transformers_logging.get_logger("modeling_looped.modeling_looped"), "propagate", True)
     monkeypatch.setattr(transformers_logging.get_logger("transformers"), "propagate", True)
+    logging.Logger.warning_once.cache_clear()  # another test may have warned in the same words
     model = make_model(tiny_config(num_loops=3))
     ids = random_ids(1, 5)
     with caplog.at_level(logging.WARNING):
