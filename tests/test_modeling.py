@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_looped import (
     LoopedForCausalLM,
@@ -77,7 +78,7 @@ def rms(x):
 
 
 def written_out(model, ids):
-    """Logits of the paper's architecture (section 2 of arXiv 2609.19107), one formula after the other."""
+    """Logits of the paper's architecture (arXiv 2609.19107), one formula after the other."""
     config, weights = model.config, dict(model.named_parameters())
     m, alpha, num_tokens = config.residual_multiplier, config.boundary_alpha, ids.shape[1]
     half = config.head_dim // 2
@@ -301,8 +302,6 @@ def test_recorded_outputs_count_executed_blocks(tiny_config, make_model, random_
 
 # Trap: serving backends find their key/value store by the layer_idx of the module that they are handed
 def test_every_execution_of_a_tied_block_shows_its_own_layer_idx(tiny_config, make_model, random_ids):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     seen = []
 
     def attend(module, query, key, value, attention_mask, **kwargs):
@@ -314,6 +313,30 @@ def test_every_execution_of_a_tied_block_shows_its_own_layer_idx(tiny_config, ma
     model.set_attn_implementation("recording")
     model(random_ids(1, 5))
     assert seen == [(slot, 2, True) for slot in range(8)]
+
+
+# As vLLM's Transformers backend calls a model: one attention object a cache slot, found by layer_idx
+def test_serving_call_reaches_one_attention_object_for_each_slot(tiny_config, make_model, random_ids):
+    used = []
+
+    def attend(module, query, key, value, attention_mask, attention_instances, **kwargs):
+        used.append(attention_instances[module.layer_idx])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("serving", attend)
+    model = make_model(tiny_config())
+    ids = random_ids(1, 5)
+    expected = model.model(ids).last_hidden_state
+    model.set_attn_implementation("serving")
+    (hidden_states,) = model.model(
+        input_ids=ids,
+        use_cache=False,
+        position_ids=torch.arange(5)[None],
+        attention_instances=[f"slot {slot}" for slot in range(model.config.num_hidden_layers)],
+        return_dict=False,
+    )
+    torch.testing.assert_close(hidden_states, expected, rtol=1e-6, atol=1e-6)
+    assert used == [f"slot {slot}" for slot in range(8)]
 
 
 @pytest.mark.parametrize("num_loops", [1, 2, 4])
@@ -444,3 +467,23 @@ def test_no_block_is_split_across_devices(tiny_config):
     assert len(set(device_map.values())) > 1
     for index in range(len(model.model.layers)):
         assert f"model.layers.{index}" in device_map, device_map
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tie_core", [True, False])
+def test_model_that_is_partly_on_disk_equals_the_whole(tiny_config, make_model, random_ids, tmp_path, tie_core):
+    """Hooks that move weights and inputs, as between devices, stand several passes through one block."""
+    pytest.importorskip("accelerate")
+    model = make_model(tiny_config(tie_core=tie_core))
+    model.save_pretrained(tmp_path / "model")
+    names = [name for name, _ in model.model.named_children() if name != "layers"]
+    device_map = {f"model.{name}": "cpu" for name in names} | {"lm_head": "cpu"}
+    device_map |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(len(model.model.layers))}
+    spread = LoopedForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    assert spread.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
+    ids = random_ids(1, 9)
+    assert torch.equal(spread(ids).logits, model(ids).logits)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(spread.generate(ids, max_new_tokens=5, do_sample=False), expected)
