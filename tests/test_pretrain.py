@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from modeling_looped import LoopedForCausalLM
 from training import pretrain
@@ -231,6 +232,36 @@ def test_compiled_blocks_give_the_same_run(words, straight, run_to_the_end, tmp_
     run_dir = run_to_the_end(words(tmp_path / "run", **{"training.compile": True}))
     assert losses(run_dir) == pytest.approx(losses(straight), abs=2e-3)  # Muon's bf16 steps, from other roundings
     assert final_weights(run_dir).keys() == final_weights(straight).keys()
+
+
+def test_two_trainings_do_not_share_a_folder(words, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"):
+        assert pretrain.main(words(tmp_path / "run")) == 2
+    assert "Another process trains in" in capsys.readouterr().err
+
+
+def test_dropout_is_the_same_after_a_resume(words, run_to_the_end, tmp_path, monkeypatch):
+    # B75: the draws of steps n + 1 .. are those of the unbroken run
+    dropout = {"model.overrides.attention_dropout": 0.2}
+    unbroken = run_to_the_end(words(tmp_path / "unbroken", **dropout))
+    command = words(tmp_path / "run", **dropout)
+    original = pretrain.Trainer.train_step
+    monkeypatch.setattr(
+        pretrain.Trainer, "train_step", lambda self, stop, logged: original(self, stop or self.step == 4, logged)
+    )
+    assert pretrain.main(command) == 2
+    monkeypatch.undo()
+    assert_same_run(run_to_the_end(command), unbroken)
+
+
+def test_a_results_file_of_something_else_is_refused(words, run_to_the_end, tmp_path, capsys):
+    command = words(tmp_path / "run", **{"budget.steps": 4, "training.eval_every_steps": None})
+    run_dir = run_to_the_end(command)
+    for content in ("{", "[]", "{}"):
+        (run_dir / "results.json").write_text(content)
+        assert pretrain.main(command) == 2
+        assert "remove it, and the run's command writes it again" in capsys.readouterr().err
 
 
 def test_a_run_folder_loads_for_evaluation(straight):

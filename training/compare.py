@@ -6,7 +6,6 @@ The first run is the baseline. Every number comes from the runs' results.json an
 validation losses over FLOPs, the training losses behind them, and a line where a run grew.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from training.config import parse_overrides
-from training.engine.records import read_metrics
+from training.engine.records import RecordError, read_metrics, read_results
 from training.values import RecipeError
 
 
@@ -31,7 +30,7 @@ def read_run(run_dir: Path) -> tuple[dict, list[dict]]:
         CompareError: it has no results yet.
     """
     try:
-        return json.loads((run_dir / "results.json").read_text()), read_metrics(run_dir / "metrics.jsonl")
+        return read_results(run_dir / "results.json"), read_metrics(run_dir / "metrics.jsonl")
     except FileNotFoundError as error:
         raise CompareError(f"{run_dir} is no finished run: {Path(error.filename).name} is missing") from error
 
@@ -112,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_table(runs, console)
         plot(runs, out)
         console.print(f"plot: {out}")
-    except (CompareError, RecipeError, OSError) as error:
+    except (CompareError, RecipeError, RecordError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
     return 0

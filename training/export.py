@@ -26,6 +26,7 @@ from modeling_looped import LoopedForCausalLM
 from modeling_looped.convert import check_output, replace_folder
 from training.config import parse_overrides
 from training.engine.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
+from training.engine.records import read_results
 from training.values import RecipeError
 
 TEMPLATE = Path(__file__).parent.parent / "model_cards" / "TEMPLATE.md"
@@ -127,7 +128,7 @@ def export(source: str | Path, options: ExportOptions) -> tuple[Path, str]:
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id
     )
     results_file = run_dir / "results.json"
-    results = json.loads(results_file.read_text()) if results_file.is_file() else None
+    results = read_results(results_file) if results_file.is_file() else None
     if results is not None and results["num_steps"] != state["step"]:
         results = None  # the results speak of the run's end, this is a checkpoint before it
 

@@ -9,9 +9,9 @@ goes to training.run_dir: resolved.yaml, metrics.jsonl, checkpoints/, tokenizer/
 command run again goes on from the last checkpoint, and does nothing where the run is complete.
 """
 
-import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
@@ -23,8 +23,9 @@ from training.budget import Plan, print_plan, resolve
 from training.config import load_command_line
 from training.data.preparation import PreparedData, prepare
 from training.data.tokenizer import load_tokenizer
-from training.engine.checkpoint import CheckpointError
+from training.engine.checkpoint import CheckpointError, check_run_dir, lock_run_dir, write_text
 from training.engine.launch import describe, finish, start
+from training.engine.records import read_results
 from training.engine.trainer import DivergedError, Stopped, Trainer, copy_tokenizer
 from training.values import RecipeError
 
@@ -65,37 +66,25 @@ def prepare_data(plan: Plan, progress: bool) -> PreparedData:
     return data
 
 
-def claim_run_dir(run_dir: Path, plan: Plan) -> None:
-    """Writes resolved.yaml, or checks that the one there is of this recipe.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-        RecipeError: it holds a run of another recipe; the message names what differs.
-    """
+def check_same_recipe(run_dir: Path, plan: Plan) -> None:
+    """Raises RecipeError, naming what differs, if `run_dir` holds a run of another recipe."""
     path = run_dir / "resolved.yaml"
-    now = plan.as_dict()
-    if path.is_file():
-        found = yaml.safe_load(path.read_text())
-        differences = [
-            f"{key} was {old}, now {new}"
-            for key, old, new in _differences(found["recipe"], now["recipe"])
-            if key not in MAY_CHANGE
-        ]
-        if differences:
-            raise RecipeError(
-                f"{run_dir} holds a run of another recipe ({'; '.join(differences[:3])}). Choose another "
-                f"training.run_dir, or remove that folder to start over"
-            )
+    if not path.is_file():
         return
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        temporary = run_dir / f".resolved.yaml.{os.getpid()}.tmp"
-        temporary.write_text(yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
-        os.replace(temporary, path)
-    except OSError as error:
-        raise CheckpointError(
-            f"training.run_dir={run_dir} cannot be written ({error.strerror}): choose another"
-        ) from error
+        found = yaml.safe_load(path.read_text())["recipe"]
+        differences = [
+            f"{key} was {old}, now {new}"
+            for key, old, new in _differences(found, plan.as_dict()["recipe"])
+            if key not in MAY_CHANGE
+        ]
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{path} is not the recipe of a run ({error}): restore it, or remove {run_dir}") from error
+    if differences:
+        raise RecipeError(
+            f"{run_dir} holds a run of another recipe ({'; '.join(differences[:3])}). Choose another "
+            f"training.run_dir, or remove that folder to start over"
+        )
 
 
 def _differences(old: dict, new: dict, prefix: str = ""):
@@ -133,17 +122,22 @@ def main(arguments: list[str] | None = None) -> int:
     transformers_logging.set_verbosity_error()
     accelerator = None
     is_main = os.environ.get("RANK", "0") == "0"
+    held = ExitStack()
     try:
         plan = resolve(load_command_line(words))
         run_dir = Path(plan.run_dir)
         if is_main:
             print_plan(plan)
-            claim_run_dir(run_dir, plan)
+            check_same_recipe(run_dir, plan)
         if (run_dir / "results.json").is_file():
             if is_main:
                 print(f"{run_dir} is complete:")
-                print_results(json.loads((run_dir / "results.json").read_text()))
+                print_results(read_results(run_dir / "results.json"))
             return 0
+        if is_main:
+            check_run_dir(run_dir, bytes_needed=0)
+            held.enter_context(lock_run_dir(run_dir))
+            write_text(run_dir / "resolved.yaml", yaml.safe_dump(plan.as_dict(), sort_keys=False, allow_unicode=True))
         recipe = plan.recipe
         accelerator = start(recipe.training.precision, list(recipe.training.trackers), str(run_dir))
         data = prepare_data(plan, progress=is_main)
@@ -159,6 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
         if accelerator is not None and accelerator.num_processes > 1:
             os._exit(2)  # the other processes may wait in a collective that will not come
         return 2
+    finally:
+        held.close()
     if is_main:
         print_results(results)
         print(f"run_dir: {run_dir}")

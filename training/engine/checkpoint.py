@@ -9,11 +9,13 @@ name is complete. Nothing in it depends on the number of processes.
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import AcquireReturnProxy, FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -26,15 +28,37 @@ class CheckpointError(Exception):
     """A checkpoint that is incomplete, altered, or cannot be written; the message names the file."""
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON to a temporary name in the same folder, fsyncs and renames it to `path`."""
+def write_text(path: Path, content: str) -> None:
+    """Writes `content` to a temporary name in the same folder, fsyncs and renames it to `path`; or leaves nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_text` of indented JSON."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def lock_run_dir(run_dir: Path) -> AcquireReturnProxy:
+    """Takes the run_dir for this process; a context manager that gives it back. A process that dies gives it back too.
+
+    Raises:
+        CheckpointError: another process trains there.
+    """
+    try:
+        return FileLock(run_dir / ".lock").acquire(timeout=0)
+    except Timeout as error:
+        raise CheckpointError(
+            f"Another process trains in {run_dir}. Wait for it, stop it, or choose another training.run_dir."
+        ) from error
 
 
 def check_run_dir(run_dir: Path, bytes_needed: int) -> None:
@@ -108,7 +132,7 @@ def save_checkpoint(
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("step-*"))
+    return sorted(path for path in (run_dir / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8}", path.name))
 
 
 def load_checkpoint(path: Path) -> tuple[LoopedConfig, dict, dict[str, dict[str, torch.Tensor]], dict[str, Any]]:

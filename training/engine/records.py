@@ -43,6 +43,26 @@ class MetricsLog:
         self._file.close()
 
 
+class RecordError(ValueError):
+    """A file of a run that is not what it should be; the message names it."""
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A results.json.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RecordError: it is not one of ours.
+    """
+    try:
+        results = json.loads(path.read_text())
+    except ValueError as error:
+        raise RecordError(f"{path} is not JSON ({error}): remove it, and the run's command writes it again") from error
+    if not isinstance(results, dict) or results.get("schema_version") != 1:
+        raise RecordError(f"{path} has no schema_version 1: remove it, and the run's command writes it again")
+    return results
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, in order."""
     return [json.loads(line) for line in path.read_text().splitlines() if line]

@@ -171,6 +171,9 @@ class Trainer:
         )
         momentum = muon_momentum(self.step)
         set_step(self.optimizer, factor, momentum)
+        # dropout, too, is a function of the step, so that a resumed run draws what the unbroken one does
+        process = self.step * self.accelerator.num_processes + self.accelerator.process_index
+        torch.manual_seed(self.recipe.training.seed + 1_000_003 * (process + 1))
 
         loss_sum = torch.zeros((), device=self.accelerator.device)
         batch = None
