@@ -157,7 +157,13 @@ class LoopedConfig(PreTrainedConfig):
     def from_dict(cls, config_dict, **kwargs):
         # the base class drops an override that names no field
         cls._refuse_misspelt(kwargs)
-        return super().from_dict(config_dict, **kwargs)
+        # overrides are set after construction, one by one: the whole must hold together as well
+        loaded = super().from_dict(config_dict, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        config.validate_architecture()
+        if config.num_hidden_layers != (executed := config._num_executed_blocks(config.num_loops)):
+            raise ValueError(f"`num_hidden_layers` is derived: {executed} here, got {config.num_hidden_layers}.")
+        return loaded
 
     def to_dict(self):
         output = super().to_dict()

@@ -66,12 +66,12 @@ def convert(
     return model.config
 
 
-def check_output(output: Path, overwrite: bool) -> None:
-    """Raises ValueError unless a model may be written to `output`."""
+def check_output(output: Path, overwrite: bool, option: str = "--overwrite") -> None:
+    """Raises ValueError, naming the `option` that allows it, unless a model may be written to `output`."""
     if not output.exists():
         return
     if not overwrite:
-        raise ValueError(f"The output {output} exists already. Choose another, or pass --overwrite to replace it.")
+        raise ValueError(f"The output {output} exists already. Choose another, or pass {option} to replace it.")
     replaceable = output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir()))
     if not replaceable:
         raise ValueError(f"The output {output} exists and is no model folder (it has no config.json): not replaced.")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 
 from .configuration_looped import LoopedConfig
 
+MAX_DEPTH = 10_000  # far beyond any model, and small enough to list the blocks of
+
 
 def split_thirds(depth: int) -> tuple[int, int, int]:
     """Blocks of prelude, core and coda: thirds of `depth`, the first remainder to the core, the second to the coda.
@@ -35,8 +37,8 @@ def split_universal(depth: int) -> tuple[int, int, int]:
 
 
 def _check_depth(depth: int, minimum: int) -> None:
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < minimum:
-        raise ValueError(f"`depth` must be an integer of at least {minimum}, got {depth!r}.")
+    if isinstance(depth, bool) or not isinstance(depth, int) or not minimum <= depth <= MAX_DEPTH:
+        raise ValueError(f"`depth` must be an integer of at least {minimum} and at most {MAX_DEPTH}, got {depth!r}.")
 
 
 @dataclass(frozen=True)

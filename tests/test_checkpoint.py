@@ -80,3 +80,18 @@ def test_a_run_dir_that_cannot_hold_the_run_is_refused_before_it_starts(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         check_run_dir(tmp_path / "file" / "run", bytes_needed=0)
+
+
+def test_a_whole_checkpoint_is_not_written_over(tmp_path, tiny_config):
+    # a kill while the same step is saved again must not cost the checkpoint that is there
+    path = write(tmp_path, tiny_config(), step=5)
+    before = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    assert write(tmp_path, tiny_config(), step=5) == path
+    assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == before
+
+
+def test_other_folders_beside_the_checkpoints_are_not_counted(tmp_path, tiny_config):
+    path = write(tmp_path, tiny_config(), step=5)
+    for name in ("step-backup", "step-00000005.bak"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert list_checkpoints(tmp_path) == [path]

@@ -165,3 +165,12 @@ def test_misspelt_field_is_refused_with_the_nearest_name(tiny_config, tmp_path, 
 def test_unknown_boundary_operator_is_refused_with_the_list(tiny_config):
     with pytest.raises(ValueError, match="`boundary_operator` is 'norm_injet', allowed are: .*norm_inject,"):
         LoopedForCausalLM(tiny_config(boundary_operator="norm_injet"))
+
+
+@pytest.mark.parametrize(
+    "override", [{"num_hidden_layers": 3}, {"tie_core": True}, {"num_coda_blocks": -1}, {"num_stored_cores": 1}]
+)
+def test_contradictory_overrides_are_refused_at_load(tiny_config, override):
+    saved = tiny_config(tie_core=False, num_loops=2).to_dict()
+    with pytest.raises(ValueError, match="num_hidden_layers|num_stored_cores|num_coda_blocks|stores 1 core"):
+        LoopedConfig.from_dict(saved, **override)

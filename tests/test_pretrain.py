@@ -234,6 +234,19 @@ def test_compiled_blocks_give_the_same_run(words, straight, run_to_the_end, tmp_
     assert final_weights(run_dir).keys() == final_weights(straight).keys()
 
 
+def test_a_runs_resolved_recipe_runs_again(straight):
+    from training.config import load_recipe
+
+    again = load_recipe(straight / "resolved.yaml")
+    assert again.training.run_dir is None
+    assert (again.variant, again.depth, again.budget.steps) == ("untied-grow", 3, NUM_STEPS)
+
+
+def test_a_run_that_never_began_does_not_hold_its_folder(words, run_to_the_end, tmp_path):
+    assert pretrain.main(words(tmp_path / "run", **{"budget.micro_batch_size": 5})) == 2
+    run_to_the_end(words(tmp_path / "run"))
+
+
 def test_two_trainings_do_not_share_a_folder(words, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):

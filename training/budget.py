@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.table import Table
 
@@ -314,15 +315,19 @@ def _shown(name: str, value: Any) -> str:
 def _config(recipe: Recipe, depth: int) -> LoopedConfig:
     model = recipe.model
     positions = {"max_position_embeddings": model.sequence_length} | model.overrides
-    config = build_config(
-        recipe.variant,
-        depth,
-        width_ratio=model.width_ratio,
-        head_dim=model.head_dim,
-        num_loops=model.num_loops,
-        vocab_size=recipe.data.vocab_size,
-        **positions,
-    )
+    try:
+        config = build_config(
+            recipe.variant,
+            depth,
+            width_ratio=model.width_ratio,
+            head_dim=model.head_dim,
+            num_loops=model.num_loops,
+            vocab_size=recipe.data.vocab_size,
+            **positions,
+        )
+    except StrictDataclassError as error:
+        # its last line says which field; the ones before only which validator
+        raise RecipeError(f"model: {str(error).splitlines()[-1].strip().partition(': ')[2] or error}") from error
     if config.max_position_embeddings < model.sequence_length:
         raise RecipeError(
             f"model.sequence_length={model.sequence_length} is more than the model's context, "

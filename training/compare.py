@@ -77,7 +77,9 @@ def plot(runs: list[tuple[dict, list[dict]]], path: Path) -> None:
         if evaluated:
             highest = max(highest, evaluated[min(1, len(evaluated) - 1)]["loss"])
         for growth in results["growths"]:
-            flops = next(record["flops"] for record in metrics if record["step"] > growth["step"])
+            flops = next((record["flops"] for record in metrics if record["step"] > growth["step"]), None)
+            if flops is None:
+                continue
             axes.axvline(flops, color=line.get_color(), ls=":", lw=1)
             axes.annotate(
                 f"K {growth['from_num_loops']} to {growth['to_num_loops']}", (flops, 0.97),
@@ -105,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = parse_overrides([word for word in words if "=" in word])
         if unknown := [key for key in given if key != "out"]:
             raise CompareError(f"{unknown[0]} is no option of compare; the only one is out")
-        out = Path(given.get("out") or run_dirs[0].parent / "compare.png")
+        out = Path(str(given.get("out") or run_dirs[0].parent / "compare.png"))
         runs = [read_run(run_dir) for run_dir in run_dirs]
         console = Console()
         print_table(runs, console)

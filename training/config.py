@@ -278,8 +278,8 @@ def load_recipe(path_or_name: str | Path | None = None, overrides: Mapping[str, 
     """Read a recipe and lay `overrides` over it.
 
     Args:
-        path_or_name: a file, from the working directory or from training/; or the bare name of one in
-            training/recipes. None takes the recipe named by overrides["variant"].
+        path_or_name: a file, from the working directory or from training/, the resolved.yaml of a run too; or the
+            bare name of one in training/recipes. None takes the recipe named by overrides["variant"].
         overrides: nested as in the file; `parse_overrides` makes them from `key=value` words.
 
     Raises:
@@ -292,7 +292,10 @@ def load_recipe(path_or_name: str | Path | None = None, overrides: Mapping[str, 
             raise RecipeError(f"name a recipe, or give variant=NAME; recipes are: {', '.join(recipe_names())}")
         path_or_name = str(overrides["variant"])
     path = find_recipe(path_or_name)
-    layers = [(path, read_mapping(path))]
+    values = read_mapping(path)
+    if {"recipe", "derived"} <= values.keys():  # a run's resolved.yaml: its recipe, to be run anew
+        values = {**values["recipe"], "training": {**values["recipe"]["training"], "run_dir": None}}
+    layers = [(path, values)]
     if base_name := layers[0][1].pop("base", None):
         base_path = path.parent / f"{base_name}.yaml"
         if not base_path.is_file():

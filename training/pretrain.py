@@ -23,7 +23,7 @@ from training.budget import Plan, print_plan, resolve
 from training.config import load_command_line
 from training.data.preparation import PreparedData, prepare
 from training.data.tokenizer import load_tokenizer
-from training.engine.checkpoint import CheckpointError, check_run_dir, lock_run_dir, write_text
+from training.engine.checkpoint import CheckpointError, check_run_dir, list_checkpoints, lock_run_dir, write_text
 from training.engine.launch import describe, finish, start
 from training.engine.records import read_results
 from training.engine.trainer import DivergedError, Stopped, Trainer, copy_tokenizer
@@ -69,8 +69,11 @@ def prepare_data(plan: Plan, progress: bool) -> PreparedData:
 def check_same_recipe(run_dir: Path, plan: Plan) -> None:
     """Raises RecipeError, naming what differs, if `run_dir` holds a run of another recipe."""
     path = run_dir / "resolved.yaml"
-    if not path.is_file():
+    begun = list_checkpoints(run_dir) or (run_dir / "results.json").is_file()
+    if not begun:
         return
+    if not path.is_file():
+        raise RecipeError(f"{run_dir} holds a run without its resolved.yaml: restore that file, or remove the folder")
     try:
         found = yaml.safe_load(path.read_text())["recipe"]
         differences = [
@@ -153,6 +156,9 @@ def main(arguments: list[str] | None = None) -> int:
         if accelerator is not None and accelerator.num_processes > 1:
             os._exit(2)  # the other processes may wait in a collective that will not come
         return 2
+    except KeyboardInterrupt:
+        print("pretrain: interrupted; the same command goes on", file=sys.stderr, flush=True)
+        return 130
     finally:
         held.close()
     if is_main:

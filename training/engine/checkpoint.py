@@ -102,6 +102,8 @@ def save_checkpoint(
     folder = run_dir / "checkpoints"
     final = folder / f"step-{step:08d}"
     temporary = folder / f".tmp-step-{step:08d}"
+    if final.is_dir():
+        return final  # this step of this run, whole: there is nothing to add, and nothing is put at risk
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -116,7 +118,6 @@ def save_checkpoint(
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2))
         for name in (*FILES, "manifest.json"):
             _fsync(temporary / name)
-        shutil.rmtree(final, ignore_errors=True)  # a checkpoint of the same step from before a crash
         os.replace(temporary, final)
         _fsync(folder)
     except (OSError, SafetensorError) as error:
@@ -145,11 +146,13 @@ def load_checkpoint(path: Path) -> tuple[LoopedConfig, dict, dict[str, dict[str,
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: manifest.json cannot be read ({error}).") from error
+    if not isinstance(manifest, dict) or not all(isinstance(manifest.get(name), dict) for name in FILES):
+        raise CheckpointError(f"{path / 'manifest.json'} does not list the files of a checkpoint: it was altered.")
     for name in FILES:
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing. Delete {path} to go on from the checkpoint before it.")
-        if file.stat().st_size != manifest[name]["bytes"] or _sha256(file) != manifest[name]["sha256"]:
+        if file.stat().st_size != manifest[name].get("bytes") or _sha256(file) != manifest[name].get("sha256"):
             raise CheckpointError(
                 f"{file} does not match the manifest of its checkpoint: it was cut short or altered. "
                 f"Delete {path} to go on from the checkpoint before it."

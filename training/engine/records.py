@@ -22,15 +22,9 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resume_step: int):
-        kept = []
+        kept: list[str] = []
         if path.is_file():
-            for line in path.read_text().splitlines():
-                try:
-                    record = json.loads(line)
-                except ValueError:  # the last line of a killed run may be cut
-                    continue
-                if record["step"] <= resume_step:
-                    kept.append(line)
+            kept = [json.dumps(record) for record in read_metrics(path) if record["step"] <= resume_step]
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept))
         os.replace(temporary, path)
@@ -64,8 +58,16 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    """The records of a metrics.jsonl, in order. A line that is none, as a kill can cut it, is passed over."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
 
 
 class Progress:

@@ -80,7 +80,15 @@ class Trainer:
             recipe.training.seed,
             token_limit=plan.train_tokens,
         )
-        self.num_micro_steps = self.loader.num_micro_steps(accelerator.num_processes, recipe.budget.micro_batch_size)
+        # at once no more windows than a process has in a step
+        self.micro_batch_size = min(recipe.budget.micro_batch_size, plan.windows_per_step // accelerator.num_processes)
+        if self.micro_batch_size == 0 or plan.windows_per_step % (self.micro_batch_size * accelerator.num_processes):
+            raise ValueError(
+                f"A step has {plan.windows_per_step} windows, which {accelerator.num_processes} processes with "
+                f"budget.micro_batch_size={recipe.budget.micro_batch_size} cannot share evenly: change "
+                f"budget.micro_batch_size, budget.tokens_per_step or the number of processes."
+            )
+        self.num_micro_steps = self.loader.num_micro_steps(accelerator.num_processes, self.micro_batch_size)
         self.validation_loader = None
         if data.validation is not None:
             self.validation_loader = ValidationLoader(
@@ -182,7 +190,7 @@ class Trainer:
                 self.step,
                 self.accelerator.process_index,
                 self.accelerator.num_processes,
-                self.recipe.budget.micro_batch_size,
+                self.micro_batch_size,
                 micro_step,
             )
             last = micro_step == self.num_micro_steps - 1
@@ -228,7 +236,7 @@ class Trainer:
             lambda batch: self._loss(self.model, batch, num_items_in_batch=1),
             self.accelerator.process_index,
             self.accelerator.num_processes,
-            self.recipe.budget.micro_batch_size,
+            self.micro_batch_size,
         )
 
     def grow(self, progress: Progress) -> None:
