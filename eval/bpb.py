@@ -74,7 +74,7 @@ def text_loss(
     text: str,
     num_bytes: int | None = None,
     num_invalid_bytes: int = 0,
-    window: int = DEFAULT_WINDOW,
+    window: int | None = None,
     stride: int | None = None,
     bos_token: str | None = None,
     num_loops: int | None = None,
@@ -90,6 +90,8 @@ def text_loss(
     if not len(tokens):
         raise ValueError("The text is empty: there is nothing to score.")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if window is None:
+        window = DEFAULT_WINDOW if limit is None else min(DEFAULT_WINDOW, limit - 1)
     if limit is not None and window + 1 > limit:
         raise ValueError(f"window must be at most {limit - 1}, the model's context without the BOS; got {window}.")
     cut = windows(len(tokens), window, max(1, window // 2) if stride is None else stride)
@@ -185,7 +187,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.bpb", description=__doc__.split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("files", nargs="+", type=Path, help="text files, each a document of its own")
-    parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens of context, without the BOS")
+    parser.add_argument(
+        "--window", type=int, help=f"tokens of context, without the BOS (default: {DEFAULT_WINDOW}, or the model's)"
+    )
     parser.add_argument("--stride", type=int, help="tokens that a window scores (default: half the window)")
     parser.add_argument("--num-loops", type=int, help="passes of a looped model's core")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.bpb import DEFAULT_WINDOW, read_text, text_loss
+from eval.bpb import read_text, text_loss
 from eval.core import add_model_arguments, add_task_arguments, evaluate_model, load_from_arguments, task_arguments
 from eval.models import check_num_loops
 
@@ -57,18 +57,27 @@ def _plot(values: dict[int, float], label: str, trained: int | None, path: Path)
     plt.close(figure)
 
 
+def default_num_loops(model: nn.Module) -> list[int]:
+    """1, 2, 4 and 8 passes, of these the ones that the model can execute."""
+    config = model.config
+    most = 8 if getattr(config, "tie_core", True) else config.num_stored_cores
+    return [number for number in (1, 2, 4, 8) if number <= most]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.loops", description=__doc__.split("\n")[0])
     add_model_arguments(parser)
     add_task_arguments(parser)
-    parser.add_argument("--num-loops", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--num-loops", nargs="+", type=int, help="default: 1 2 4 8, as far as the model stores cores")
     parser.add_argument("--text", type=Path, help="a text file: its loss, instead of tasks")
-    parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens of context with --text")
+    parser.add_argument("--window", type=int, help="tokens of context with --text (default: as eval.bpb)")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     parser.add_argument("--plot", type=Path, help="draw loss or aggregate over num_loops")
     args = parser.parse_args(argv)
     try:
         model, tokenizer, description = load_from_arguments(args)
+        if args.num_loops is None:
+            args.num_loops = default_num_loops(model)
         if args.text is not None:
             found = text_losses(model, tokenizer, args.num_loops, args.text, args.window)
             label, values = "loss (nats per token)", {k: entry["nats_per_token"] for k, entry in found.items()}
