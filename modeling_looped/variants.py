@@ -37,8 +37,10 @@ def split_universal(depth: int) -> tuple[int, int, int]:
 
 
 def _check_depth(depth: int, minimum: int) -> None:
-    if isinstance(depth, bool) or not isinstance(depth, int) or not minimum <= depth <= MAX_DEPTH:
-        raise ValueError(f"`depth` must be an integer of at least {minimum} and at most {MAX_DEPTH}, got {depth!r}.")
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < minimum:
+        raise ValueError(f"`depth` must be an integer of at least {minimum}, got {depth!r}.")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"`depth` must be at most {MAX_DEPTH}, got {depth}.")
 
 
 @dataclass(frozen=True)
