@@ -1,3 +1,5 @@
+"""Optimizers: roles, rules, state by name, growth. Over 500 lines because each rule has its own truth to meet."""
+
 import json
 from pathlib import Path
 
